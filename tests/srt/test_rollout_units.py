@@ -57,6 +57,8 @@ def test_restart_delays_grow_until_no_restart() -> None:
         delays_s.append(restart_delay_s(deaths, float(now), RECOVERY))
     assert delays_s == [0.0, 1.0, 2.0, 4.0, None, None]
     assert restart_delay_s(deaths, 1000.0, RECOVERY) == 0.0, "deaths before the window do not count"
+    failed = RECOVERY.max_restarts + 1
+    assert restart_delay_s(deaths, 1000.0, RECOVERY, failed) is None, "starts that fail after a long time count"
     with pytest.raises(BadInputError, match="stall_timeout_s"):
         RecoveryConfig(stall_timeout_s=0)
 

@@ -72,7 +72,9 @@ def test_a_run_survives_the_kill_of_a_server(tmp_path: Path) -> None:
 REFUSALS = """
 import json
 import verl
-from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
+from verl.utils.profiler import ProfilerConfig
+from verl.workers.config import CheckpointEngineConfig, HFModelConfig, PrometheusConfig, RolloutConfig
+from verl_server.integrations.verl.replica import group_places
 from verl_server.config import RolloutMode
 from verl_server.integrations.verl.fleet_spec import make_fleet_spec
 from verl_server.tiny import make_model
@@ -89,6 +91,13 @@ for name, rollout, model in [
     ("replay", {"enable_rollout_routing_replay": True}, {}),
     ("checkpoint_engine", {"checkpoint_engine": CheckpointEngineConfig(backend="nccl")}, {}),
     ("unknown_transport", {"engine_kwargs": {"verl_server": {"transport": "carrier pigeon"}}}, {}),
+    ("pipeline", {"pipeline_model_parallel_size": 2}, {}),
+    ("prometheus", {"prometheus": PrometheusConfig(enable=True)}, {}),
+    ("profiler", {"profiler": ProfilerConfig(enable=True)}, {}),
+    ("old_section", {"engine_kwargs": {"sglang": {"attention_backend": "triton"}}}, {}),
+    ("no_mapping", {"engine_kwargs": {"verl_server": "sglang"}}, {}),
+    ("verify", {"engine_kwargs": {"verl_server": {"verify": "no"}}}, {}),
+    ("timeout", {"engine_kwargs": {"verl_server": {"timeouts": {"start_s": -1}}}}, {}),
     ("own", {"engine_kwargs": {"verl_server": {"engine_kind": "sglang", "attention_backend": "triton"}}}, {}),
 ]:
     try:
@@ -99,6 +108,12 @@ for name, rollout, model in [
         outcomes[name] = {"args": spec.server_args, "uses_lora": spec.uses_lora, "tags": tags}
     except Exception as error:
         outcomes[name] = {"error": f"{type(error).__name__}: {error}"}
+nodes = [("a", ["4"]), ("a", ["5"]), ("b", ["0"]), ("b", ["1"])]
+outcomes["places"] = {"args": [[place.node_id, place.devices] for place in group_places(nodes, 2)]}
+try:
+    group_places(nodes, 4)
+except Exception as error:
+    outcomes["split"] = {"error": f"{type(error).__name__}: {error}"}
 print(json.dumps(outcomes))
 """
 
@@ -117,6 +132,7 @@ def test_settings(tmp_path: Path) -> None:
     assert found["lora"]["args"]["lora_target_modules"] == ["all"]
     assert found["lora"]["tags"] == ["kv_cache"], "the base weights of an adapter are pushed once"
     assert not found["merged"]["uses_lora"]
+    assert found["places"]["args"] == [["a", ["4", "5"]], ["b", ["0", "1"]]]
     assert found["own"]["args"]["attention_backend"] == "triton"
     assert "engine_kind" not in found["own"]["args"]
     errors = {
@@ -124,6 +140,14 @@ def test_settings(tmp_path: Path) -> None:
         "quantization": "UnsupportedError: the rollout verl_server does not support rollout.quantization=fp8",
         "replay": "UnsupportedError: the rollout verl_server does not support rollout.enable_rollout_routing_replay",
         "checkpoint_engine": "checkpoint_engine.backend=nccl; use `verl_server`, or `naive`",
+        "pipeline": "does not support rollout.pipeline_model_parallel_size=2",
+        "prometheus": "does not support rollout.prometheus.enable=True",
+        "profiler": "does not support rollout.profiler.enable=True",
+        "old_section": "engine_kwargs.sglang has no effect with the rollout verl_server: move ['attention_backend'] to",
+        "no_mapping": "engine_kwargs.verl_server must be a mapping of names and values, got 'sglang'",
+        "verify": "engine_kwargs.verl_server.verify must be true or false, got 'no'",
+        "timeout": "start_s must be a positive number of seconds",
+        "split": "UnsupportedError: one server has 4 workers on each node, but Ray has placed these on several nodes",
         "unknown_transport": "BadInputError: WeightsConfig.transport must be one of",
     }
     for name, message in errors.items():

@@ -10,10 +10,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import psutil
@@ -23,10 +27,12 @@ from helpers import change_weights, no_new_shared_memory, reference_model, wait_
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server.config import RolloutMode
-from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError
+from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.integrations.verl.actor.fleet_actor import FleetActor
 from verl_server.integrations.verl.actor.generation import make_request, prompt_logprobs, require_no_other_media
+from verl_server.integrations.verl.actor.replay_jobs import ReplayJobs
 from verl_server.integrations.verl.fleet_spec import FleetSpec, OwnSettings
+from verl_server.integrations.verl.ray_fleet import RayFleet
 from verl_server.integrations.verl.trainer_engine import TrainerEngine, find_fleet
 from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
 from verl_server.types import Json
@@ -34,7 +40,7 @@ from verl_server.types import Json
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
 
-NAME = "verl_server_hybrid"
+NAME, NAMESPACE = "verl_server_hybrid", "test"
 PROMPT = [5, 6, 7, 8]
 LONG = 1500
 RESTART_S = 120.0
@@ -72,7 +78,7 @@ def nodes() -> Iterator[list[str]]:
     cluster = Cluster(initialize_head=True, head_node_args={**resources, "include_dashboard": False})
     try:
         cluster.add_node(**resources)
-        ray.init(address=cluster.address, log_to_driver=False)
+        ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)
         own = ray.get_runtime_context().get_node_id()
         others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
         yield [own, *others]
@@ -187,6 +193,23 @@ def test_aborted_requests_return_what_they_have(actor: Any, trainer: Trainer) ->
     assert ray.get(ask(actor, max_tokens=4))["token_ids"] == trainer.expected(PROMPT, 4)
 
 
+def test_a_finished_request_is_not_aborted(actor: Any, trainer: Trainer) -> None:
+    """Otherwise verl would continue behind its last token. Aborts come at all times of short requests."""
+    trainer.push(step=7, seed=5)
+    whole = trainer.expected(PROMPT, 8)
+    outputs: list[Any] = []
+    for burst in range(12):
+        running = [ask(actor, max_tokens=8, replica=f"replica_{index % 2}") for index in range(24)]
+        ray.wait(running, num_returns=2 * burst + 1)
+        ray.get(actor.abort_all_requests.remote())
+        outputs += ray.get(running)
+        ray.get(actor.resume_generation.remote())
+    for output in outputs:
+        assert output["token_ids"] == whole[: len(output["token_ids"])]
+        assert (output["stop_reason"] == "length") == (len(output["token_ids"]) == 8)
+    assert {output["stop_reason"] for output in outputs} == {"length", "abort"}
+
+
 def main_pids(actor: Any) -> list[int]:
     return [replica["main_pid"] for replica in ray.get(actor.describe.remote())["status"]]
 
@@ -214,16 +237,20 @@ def test_a_killed_server_costs_no_request(actor: Any, trainer: Trainer, victim: 
     assert all(output["token_ids"] == whole[:12] for output in outputs)
 
 
-def test_a_server_that_ends_asleep_is_started_at_the_resume(actor: Any, trainer: Trainer) -> None:
+def test_servers_that_end_asleep_are_started_at_the_resume(actor: Any, trainer: Trainer) -> None:
+    """No server runs at the update. They get the weights from the memory of the trainer when they are ready."""
     trainer.push(step=9, seed=7)
     ray.get(actor.sleep.remote())
-    os.kill(main_pids(actor)[1], signal.SIGKILL)
-    wait_until(lambda: states(actor)[1][0] != "healthy", RESTART_S, "the end of the server is not noticed")
+    for pid in main_pids(actor):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: "healthy" not in dict(states(actor)), RESTART_S, "the end of the servers is not noticed")
     asyncio.run(trainer.engine.resume(["weights"]))
     trainer.push(step=10, seed=8)
     asyncio.run(trainer.engine.resume(["kv_cache"]))
-    assert ray.get(ask(actor, max_tokens=12), timeout=60)["token_ids"] == trainer.expected(PROMPT, 12)
-    wait_until(lambda: [state for state, _ in states(actor)] == ["healthy"] * 2, RESTART_S, "no server is started")
+    output = ray.get(ask(actor, max_tokens=12), timeout=RESTART_S)
+    assert output["token_ids"] == trainer.expected(PROMPT, 12)
+    assert output["extra_fields"]["global_steps"] == 10
+    wait_until(lambda: [state for state, _ in states(actor)] == ["healthy"] * 2, RESTART_S, "a server is not started")
 
 
 def test_wrong_requests_are_refused(actor: Any) -> None:
@@ -231,8 +258,11 @@ def test_wrong_requests_are_refused(actor: Any) -> None:
         ray.get(ask(actor, prompt=[5] * 3000))
     with pytest.raises(UnsupportedError, match="does not support video_data"):
         ray.get(actor.generate_plain.remote("id", PROMPT, {}, video_data=["frames"]))
+    fleet = RayFleet(actor, timeout_s=30.0)
     with pytest.raises(BadInputError, match="replica 'replica_0' already"):
-        ray.get(actor.add_replica.remote("replica_0", []))
+        fleet.wait(actor.add_replica.remote("replica_0", []), "add_replica")
+    with pytest.raises(BadInputError, match="memory tags are"):
+        fleet.call("release_memory_occupation", ["nonsense"])
     require_no_other_media({"audio_data": None, "video_data": []})
 
 
@@ -248,9 +278,44 @@ def test_requests_of_a_teacher(tiny: Callable[..., Path]) -> None:
     assert rows == {"prompt_ids": [[6], [0]], "prompt_logprobs": [[-0.25], [0.0]]}
 
 
+def test_a_trainer_that_does_not_answer_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is no DeadlineError: a fleet starts a server again that does not answer."""
+    monkeypatch.setattr("verl_server.integrations.verl.actor.replay_jobs.TAKE_TIMEOUT_S", 0.1)
+    jobs = ReplayJobs(timeout_s=0.1)
+    servers: Any = object()
+    with pytest.raises(VerlServerError, match="did not take the job") as not_taken:
+        jobs.run("publication", servers)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(jobs.run, "publication", servers)
+        assert jobs.next(wait_s=5.0) is not None
+        with pytest.raises(VerlServerError, match="did not load") as not_done:
+            running.result()
+    assert not isinstance(not_taken.value, DeadlineError)
+    assert not isinstance(not_done.value, DeadlineError)
+
+
+WATCH = """
+import ray, sys, time
+from verl_server.integrations.verl import watch
+ray.init(address=sys.argv[1], namespace=sys.argv[2], log_to_driver=False)
+watch.WAIT_S, watch.GRACE_S = 1.0, 0.1
+watch.watch(ray.get_actor(sys.argv[3]), sys.argv[3])
+print("watching", flush=True)
+time.sleep(300)
+"""
+
+
 def test_the_end_of_the_actor_is_explained(actor: Any, trainer: Trainer) -> None:
-    """Last: it ends the fleet of this file. No server outlives the actor."""
+    """Last: it ends the fleet of this file. No server outlives the actor, and verl's task runner does not go on."""
     servers = [psutil.Process(pid) for pid in main_pids(actor)]
+    address = ray.get_runtime_context().gcs_address
+    runner = subprocess.Popen(
+        [sys.executable, "-c", WATCH, address, NAMESPACE, NAME], stdout=PIPE, stderr=PIPE, text=True
+    )
+    assert runner.stdout is not None
+    assert runner.stdout.readline() == "watching\n"
+    time.sleep(3.0)
+    assert runner.poll() is None, "a fleet that serves is not lost"
     with ThreadPoolExecutor(1) as pool:
         ray.get(actor.sleep.remote())
         os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
@@ -260,3 +325,6 @@ def test_the_end_of_the_actor_is_explained(actor: Any, trainer: Trainer) -> None
     with pytest.raises(ServerDiedError, match="the fleet verl_server_standalone does not run: its actor has ended"):
         find_fleet("verl_server_standalone")
     wait_until(lambda: not any(server.is_running() for server in servers), 30.0, "a server outlives the actor")
+    _, said = runner.communicate(timeout=60)
+    assert runner.returncode == 1
+    assert f"the run cannot go on, because the fleet {NAME} is lost: its actor has ended" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.errors import VerlServerError
 from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.replica import Replica
@@ -42,6 +43,11 @@ class ReplicaView:
     def restarts(self) -> int:
         """Number of times that a new server replaced an ended server."""
         return self._replica.restarts
+
+    @property
+    def error(self) -> VerlServerError | None:
+        """The reason of the states DEAD, RESTARTING and FAILED."""
+        return self._replica.error
 
     @property
     def adapter(self) -> HttpServerEngineAdapter | None:

@@ -5,6 +5,7 @@ versions.py           versions of verl that this plugin supports
 cpu_platform.py       verl's platform for machines without an accelerator
 fleet_spec.py         settings of one fleet, made from verl's configuration
 replica.py            verl's replica: asks the fleet for one more server, at the place of its workers
+watch.py              ends verl's task runner when all servers are lost for ever
 actor/                the Ray actor that owns the servers of a fleet
 ray_fleet.py          the fleet of the actor as the backend of a `VerlEngine` in the trainer
 ray_target.py         calls of trainer rank 0 to servers of the actor

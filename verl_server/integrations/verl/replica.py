@@ -19,6 +19,7 @@ from verl_server.config import RolloutMode
 from verl_server.errors import UnsupportedError
 from verl_server.integrations.verl.actor.fleet_actor import FleetActor
 from verl_server.integrations.verl.fleet_spec import FleetSpec, make_fleet_spec
+from verl_server.integrations.verl.watch import watch
 from verl_server.rollout.launchers.ray_placed_launcher import NodePlace
 from verl_server.server.visible_devices import VISIBLE_DEVICES
 
@@ -70,9 +71,11 @@ class Replica(RolloutReplica):  # type: ignore[misc] # verl has no types
         places = await _find_places(self.workers, self.gpus_per_replica_node)
         # verl asks a reward model over HTTP, and all others through the actor.
         spec = make_fleet_spec(self.config, self._full_model_config(), mode, serves_http=self.is_reward_model)
-        actor = get_or_create_fleet(fleet_name(mode, role + self.name_suffix), spec, places[0].node_id)
+        fleet = fleet_name(mode, role + self.name_suffix)
+        actor = get_or_create_fleet(fleet, spec, places[0].node_id)
         name = f"replica_{self.replica_rank}"
         self._server_address = await actor.add_replica.remote(name, places)
+        watch(actor, fleet)
         self._server_handle = ReplicaHandle(actor, name)
         self.servers = [self._server_handle]
 

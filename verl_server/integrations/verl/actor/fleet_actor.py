@@ -26,6 +26,7 @@ from verl_server.integrations.verl.actor.replay_jobs import ReplayJobs
 from verl_server.integrations.verl.actor.replicas import FleetReplicas, Threads
 from verl_server.integrations.verl.actor.token_output import TokenOutput
 from verl_server.integrations.verl.fleet_spec import FleetSpec
+from verl_server.rollout.health import ReplicaState
 from verl_server.rollout.launchers.ray_placed_launcher import NodePlace
 from verl_server.rollout.manager import RolloutManager
 from verl_server.types import Json
@@ -37,6 +38,7 @@ FLEET = "fleet"
 IDLE_TIMEOUT_S = 60.0
 """Seconds that `sleep` waits for requests that end, for example after they were aborted."""
 IDLE_POLL_S = 0.05
+LOSS_POLL_S = 1.0
 MEMORY = "memory"
 """Reason for which requests are held while memory is released."""
 
@@ -74,6 +76,16 @@ class FleetActor:
             for view in manager.replicas
         ]  # fmt: skip
         return {"machines": sorted(self._replicas.machines), "status": status}
+
+    async def wait_for_loss(self, wait_s: float) -> str | None:
+        """Why no server of the fleet can be started any more. None if there are some after `wait_s` seconds."""
+        manager, deadline = await self._replicas.manager(), time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            replicas = manager.replicas
+            if replicas and all(view.state is ReplicaState.FAILED for view in replicas):
+                return str(replicas[0].error)
+            await asyncio.sleep(LOSS_POLL_S)
+        return None
 
     async def get_spec(self) -> FleetSpec:
         """The settings of the fleet."""

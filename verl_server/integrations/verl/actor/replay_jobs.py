@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import uuid
 from dataclasses import dataclass, field
 
@@ -58,15 +59,15 @@ class ReplayJobs:
 
     def next(self, wait_s: float) -> tuple[str, str] | None:
         """The id and the publication of the next job. None if there is none within `wait_s` seconds."""
-        try:
-            job_id = self._waiting.get(timeout=wait_s)
-        except queue.Empty:
-            return None
-        job = self._jobs.get(job_id)
-        if job is None:
-            return None
-        job.taken.set()
-        return job_id, job.publication
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                job_id = self._waiting.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return None
+            if (job := self._jobs.get(job_id)) is not None:  # otherwise nobody waits for the job any more
+                job.taken.set()
+                return job_id, job.publication
 
     def servers_of(self, job_id: str) -> UpdatableServers:
         """The servers of a job. Raises VerlServerError if the job has ended."""
