@@ -57,6 +57,7 @@ from verl_server.weights.transports import shared_memory
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.commit import commit
 from verl_server.weights.update.request import ValidatedUpdate
+from verl_server.weights.update.servers import ReplayFn, UpdatableServers
 
 RECOVERY = RecoveryConfig(backoff_s=0.0, max_backoff_s=0.0, max_restarts=2)
 _mapping = threading.Lock()
@@ -244,14 +245,14 @@ def sender() -> Iterator[shared_memory.Sender]:
     arena.close()
 
 
-def push(fleet: TestFleet, sender: shared_memory.Sender, version: int) -> None:
-    """One update, as trainer rank 0 makes it."""
+def push(fleet: TestFleet, sender: shared_memory.Sender, version: int, replay: ReplayFn | None = None) -> None:
+    """One update, as trainer rank 0 makes it. `replay`: how the trainer loads it into other servers later."""
     sender.arena.tensor("weight").fill_(version)
     validated = ValidatedUpdate(version, True, PauseMode.RETRACT, True)
     servers: Any = fleet.updates
 
     def publish(_: Any) -> None:
-        servers.published(version, True, None)
+        servers.published(version, True, replay)
 
     _, _, resume_error = commit(
         servers,
@@ -681,3 +682,60 @@ def test_a_fleet_that_ends_restarts_nothing(make_fleet: Callable[..., TestFleet]
     fleet.fleet.closed.set()
     with pytest.raises(ShutDownError):
         fleet.recovery.restart_failed()
+
+
+# -- updates while no server runs ----------------------------------------------------------------------
+
+
+def test_an_update_without_a_running_server_is_loaded_later(
+    make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+) -> None:
+    """All servers are started again when the trainer pushes. New requests do not stay paused."""
+    fleet = make_fleet(2)
+    push(fleet, sender, 1)
+    fleet.launcher.is_free.clear()
+    for replica, adapter in fleet.fleet.servers():
+        fleet.recovery.recover(replica, adapter, VerlServerError("crashed"))
+    fleet.fleet.set_admission_paused(True)  # as an update with the pause mode `wait` that has failed leaves it
+    replayed: list[str] = []
+
+    def replay(servers: UpdatableServers) -> None:
+        replayed.extend(member.name for member in servers.members)
+
+    with pytest.raises(ServerDiedError, match="the trainer does not keep the weights"):
+        push(fleet, sender, 2)
+    assert fleet.fleet.weight_version == 1
+    push(fleet, sender, 2, replay)
+    assert fleet.fleet.weight_version == 2
+    assert not fleet.fleet.admission_paused
+    fleet.launcher.is_free.set()
+    wait_until(lambda: fleet.states() == 2 * [ReplicaState.HEALTHY], 10.0, "the new servers have no weights")
+    assert len(replayed) == 2
+
+
+def test_an_adapter_without_a_running_server_is_loaded_later(make_fleet: Callable[..., TestFleet]) -> None:
+    fleet = make_fleet(1)
+    (replica,) = fleet.fleet.replicas
+    fleet.launcher.is_free.clear()
+    fleet.recovery.recover(replica, replica.adapter, VerlServerError("crashed"))
+    fleet.loras.load(lambda call: fleet.calls.call_all(fleet.updates.running_servers(), call), "policy", {}, {})
+    fleet.launcher.is_free.set()
+    wait_until(lambda: fleet.states() == [ReplicaState.HEALTHY], 10.0, "not started")
+    assert fleet.servers[0].loras == {"policy"}
+
+
+def test_servers_that_die_before_they_have_the_weights_count_as_failed_starts(
+    make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+) -> None:
+    """However long each of them needs until it is ready."""
+    fleet = make_fleet(1)
+    push(fleet, sender, 1)
+    (replica,) = fleet.fleet.replicas
+    for _ in range(RECOVERY.max_restarts + 1):
+        before = replica.adapter
+        fleet.recovery.recover(replica, before, VerlServerError("crashed"))
+        wait_until(lambda: replica.adapter not in (before, None), 10.0, "not started")  # noqa: B023
+        replica.deaths.clear()  # as if each server had needed longer than the window
+        assert replica.state is ReplicaState.STALE
+    fleet.recovery.recover(replica, replica.adapter, VerlServerError("crashed"))
+    wait_until(lambda: replica.state is ReplicaState.FAILED, 10.0, "started without end")

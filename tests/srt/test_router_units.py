@@ -152,6 +152,20 @@ def interrupted_generation(first: dict[str, Any], second: dict[str, Any], **requ
     return generation
 
 
+def test_an_aborted_generation_returns_tokens_that_only_its_caller_can_continue() -> None:
+    """With images or stop strings, the router itself could not continue it."""
+    for extra in ({"image_data": ["x"]}, {"sampling_params": {"max_new_tokens": 9, "stop": "."}}):
+        generation = ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": 9}, **extra})
+        generation.begin_attempt()
+        generation.record_event(event([5, 6], 3))
+        assert not generation.has_ended
+        generation.end_attempt(keep=True)
+        assert generation.reply()["output_ids"] == [5, 6]
+    generation.begin_attempt()
+    generation.record_event(event([7], 3, {"type": "stop"}))
+    assert generation.has_ended
+
+
 def test_log_probabilities_of_the_prompt_are_those_of_the_first_attempt() -> None:
     """The continuation requests none, and SGLang answers with empty lists."""
     prompt = {

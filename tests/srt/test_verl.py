@@ -96,7 +96,7 @@ for name, rollout, model in [
     ("profiler", {"profiler": ProfilerConfig(enable=True)}, {}),
     ("old_section", {"engine_kwargs": {"sglang": {"attention_backend": "triton"}}}, {}),
     ("no_mapping", {"engine_kwargs": {"verl_server": "sglang"}}, {}),
-    ("verify", {"engine_kwargs": {"verl_server": {"verify": "no"}}}, {}),
+    ("forkserver", {"engine_kwargs": {"verl_server": {"use_forkserver": "no"}}}, {}),
     ("timeout", {"engine_kwargs": {"verl_server": {"timeouts": {"start_s": -1}}}}, {}),
     ("own", {"engine_kwargs": {"verl_server": {"engine_kind": "sglang", "attention_backend": "triton"}}}, {}),
 ]:
@@ -145,7 +145,7 @@ def test_settings(tmp_path: Path) -> None:
         "profiler": "does not support rollout.profiler.enable=True",
         "old_section": "engine_kwargs.sglang has no effect with the rollout verl_server: move ['attention_backend'] to",
         "no_mapping": "engine_kwargs.verl_server must be a mapping of names and values, got 'sglang'",
-        "verify": "engine_kwargs.verl_server.verify must be true or false, got 'no'",
+        "forkserver": "engine_kwargs.verl_server.use_forkserver must be true or false, got 'no'",
         "timeout": "start_s must be a positive number of seconds",
         "split": "UnsupportedError: one server has 4 workers on each node, but Ray has placed these on several nodes",
         "unknown_transport": "BadInputError: WeightsConfig.transport must be one of",

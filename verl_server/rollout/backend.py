@@ -169,6 +169,10 @@ class ManagedBackend:
     def _call_all(self, call: Callable[[HttpServerEngineAdapter], object]) -> None:
         self._calls.call_all(self._fleet.require_servers(), call)
 
+    def _call_running(self, call: Callable[[HttpServerEngineAdapter], object]) -> None:
+        """`_call_all` for adapters, which a server that is started again gets later."""
+        self._calls.call_all(self._updates.running_servers(), call)
+
     # -- weight updates, adapters and memory ----------------------------------------------------------
 
     @property
@@ -202,10 +206,10 @@ class ManagedBackend:
         self._updates.published(version, whole, replay)
 
     def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
-        self._loras.load(self._call_all, name, tensors, config)
+        self._loras.load(self._call_running, name, tensors, config)
 
     def unload_lora_adapter(self, name: str) -> None:
-        self._loras.unload(self._call_all, name)
+        self._loras.unload(self._call_running, name)
 
     def list_lora_adapters(self) -> frozenset[str]:
         return self._loras.names

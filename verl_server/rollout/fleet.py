@@ -113,8 +113,8 @@ class Fleet:
     def serving_adapters(self) -> list[HttpServerEngineAdapter]:
         """The adapters of the replicas that serve requests."""
         with self.lock:
-            replicas = [replica for replica in self.replicas if replica.state in SERVING]
-            return [replica.adapter for replica in replicas if replica.adapter is not None]
+            adapters = [replica.adapter for replica in self.replicas if replica.state in SERVING]
+        return [adapter for adapter in adapters if adapter is not None]
 
     def create_replica(self, name: str | None = None) -> Replica:
         """Add a replica that has no server yet. Raises BadInputError if there is a replica of that `name`."""
@@ -173,8 +173,7 @@ class Fleet:
     def record_restart(self, replica: Replica) -> None:
         """Record that a new server replaced an ended server of the replica."""
         with self.lock:
-            self.counters.restarts += 1
-            replica.restarts, replica.failed_starts = replica.restarts + 1, 0
+            self.counters.restarts, replica.restarts = self.counters.restarts + 1, replica.restarts + 1
 
     # -- state of the whole fleet -----------------------------------------------------------------------
 
@@ -253,6 +252,7 @@ class Fleet:
 
     def _set_state(self, replica: Replica, state: ReplicaState, error: VerlServerError | None) -> None:
         before, replica.state, replica.error = replica.state, state, error
+        replica.failed_starts *= state is not ReplicaState.HEALTHY
         event = {
             "time": time.time(),
             "replica": replica.name,

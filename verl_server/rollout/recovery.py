@@ -81,6 +81,7 @@ class RecoveryLoop:
                 return
             if adapter is not None and adapter.process is not None:
                 adapter.process.keep_log()
+            replica.failed_starts += replica.state is ReplicaState.STALE  # it has never had the published weights
             self._fleet.counters.deaths += 1
             self._fleet.record_death(replica)
             self._fleet.change_state(replica, ReplicaState.DEAD, error)

@@ -45,7 +45,7 @@ class Replica:
         self.deaths: list[float] = []
         """Times at which its servers ended (`time.monotonic`)."""
         self.failed_starts = 0
-        """Number of starts in a row that have failed."""
+        """Number of starts in a row after which the replica did not become healthy."""
         self.num_servers = 0
         """Number of servers that were taken into use."""
         self.failed_updates = 0

@@ -50,12 +50,21 @@ class FleetUpdates:
     @property
     def members(self) -> Sequence[ServerInfo]:
         """See `UpdatableServers.members`. Empty while all servers are started again: they get the weights by replay."""
-        servers = self._fleet.servers()
-        if not any(replica.state in STARTING_AGAIN for replica in self._fleet.replicas):
-            servers = self._fleet.require_servers()
-        members = [(replica.member, (replica, adapter)) for replica, adapter in servers]
+        members = [(replica.member, (replica, adapter)) for replica, adapter in self.running_servers()]
         self._servers = {member.name: server for member, server in members}
         return [member for member, _ in members]
+
+    def running_servers(self) -> list[Server]:
+        """The replicas with a running server. Empty only while servers are started again; else raises ServerDiedError.
+
+        Without a server, new requests do not wait for an update: they wait for a server.
+        """
+        servers = self._fleet.servers()
+        if not servers:
+            self._fleet.set_admission_paused(False)
+            if not any(replica.state in STARTING_AGAIN for replica in self._fleet.replicas):
+                raise ServerDiedError("no replica of the fleet has a running server")
+        return servers
 
     def _call_members(self, call: Callable[[HttpServerEngineAdapter], object]) -> None:
         self._calls.call_all(list(self._servers.values()), call)
@@ -131,7 +140,7 @@ class FleetUpdates:
                 loads[load] = name
             for load in as_completed(loads):
                 error = load.exception()
-                if isinstance(error, DeadlineError):
+                if isinstance(error, (DeadlineError, ServerDiedError)):
                     self._recovery.recover(*self._servers[loads[load]], error)
                 if isinstance(error, (ServerDiedError, ShutDownError)):
                     # Only one replica has died. ServerDiedError would mean that no server is left.

@@ -238,8 +238,8 @@ class Dispatcher:
             running = self._running.get(rid)
             if running is None or running.task.done() or running.generation.has_ended:
                 continue
+            running.generation.end_attempt(keep=True)
             self._cancel(rid, running)
-            running.generation.end_attempt()
             partial[rid] = running.generation.reply() if running.generation.tokens else None
         return partial
 

@@ -149,15 +149,15 @@ class ResumableGeneration:
         for reports in self.reports:
             reports.update(self)
 
-    def end_attempt(self) -> None:
-        """End the current attempt before its generation finished. Keep the tokens whose weight version is certain."""
+    def end_attempt(self, *, keep: bool = False) -> None:
+        """End the current attempt. Keep tokens of a certain weight version, if they can be continued or `keep`."""
         if not self._is_in_attempt:
             return
         self._is_in_attempt = False
         self._paused_attempts += self.is_aborted
         event, event_versions = self._event, self._event_versions
         self._forget_attempt()
-        if event is None or not self.can_continue:
+        if event is None or not (self.can_continue or keep):
             return
         if not event["meta_info"].get("weight_versions"):  # SGLang returns the spans only with the last event
             event = _truncate(event, *_certain_tokens(event_versions))

@@ -46,8 +46,6 @@ class OwnSettings:
     """`WeightsConfig.host`: address of the trainer's machine as the servers reach it."""
     max_staging_bytes: int | None = None
     """`WeightsConfig.max_staging_bytes`."""
-    verify: bool = True
-    """Whether each update compares checksums, see `VerlEngine.update_weights_from_tensor`."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of the servers."""
 
@@ -157,9 +155,10 @@ def parse_own_settings(config: RolloutConfig) -> tuple[OwnSettings, Json]:
         given = own.get(name, {})
         if not isinstance(given, Mapping) or None in given.values():
             raise BadInputError(f"engine_kwargs.{SECTION}.{name} must be a mapping of names and values, got {given!r}")
-    for name in ("verify", "use_forkserver"):
-        if not isinstance(own.get(name, True), bool):
-            raise BadInputError(f"engine_kwargs.{SECTION}.{name} must be true or false, got {own[name]!r}")
+    if not isinstance(own.get("use_forkserver", True), bool):
+        raise BadInputError(
+            f"engine_kwargs.{SECTION}.use_forkserver must be true or false, got {own['use_forkserver']!r}"
+        )
     own["env"] = {str(name): str(value) for name, value in own.get("env", {}).items()}
     settings = OwnSettings(**own)
     adapter, _ = settings.adapter_config, settings.weights_config  # raises BadInputError

@@ -118,15 +118,24 @@ class RayFleet(RayTarget):
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         publication = None if replay is None else uuid.uuid4().hex
         with self._lock:
+            before = self._replay, self._publication
             self._replay, self._publication = replay, publication
-        step = self.step_of_update
-        unwrap(self.wait(self._actor.published.remote(version, whole, publication, step), "published"))
+        try:
+            step = self.step_of_update
+            unwrap(self.wait(self._actor.published.remote(version, whole, publication, step), "published"))
+        except BaseException:
+            with self._lock:
+                self._replay, self._publication = before
+            raise
 
     def _run_jobs(self) -> None:
         """Load the published weights into servers that were started again, until the end of the engine or the actor."""
+        pending: Any = None
         while not self._closed.is_set():
             try:
-                job = self._actor.next_job.remote(JOB_WAIT_S).future().result(JOB_TIMEOUT_S)
+                pending = pending or self._actor.next_job.remote(JOB_WAIT_S).future()
+                job = pending.result(JOB_TIMEOUT_S)  # after a timeout, the same answer is awaited: it may have a job
+                pending = None
                 if job is not None:
                     outcome = self._run_job(*job)
                     self._actor.finish_job.remote(job[0], outcome).future().result(JOB_TIMEOUT_S)

@@ -49,7 +49,7 @@ class TrainerEngine:
         def update(engine: VerlEngine) -> None:
             if self._fleet is not None:
                 self._fleet.step_of_update = None if global_steps is None else int(global_steps)
-            engine.update_weights_from_tensor(weights, verify=self._spec.own.verify)
+            engine.update_weights_from_tensor(weights)
 
         await self._run(update)
 

@@ -24,16 +24,17 @@ WAIT_S = 30.0
 GRACE_S = 10.0
 """Seconds after the end of the actor: at the end of a job, Ray ends this process, too."""
 
-_watched: set[str] = set()
+_watched: set[Any] = set()
+"""Ids of the actors that are watched."""
 _lock = threading.Lock()
 
 
 def watch(actor: Any, name: str) -> None:
     """Watch the fleet `name` in a thread of this process. Does nothing if it is watched already."""
     with _lock:
-        if name in _watched:
+        if actor._actor_id in _watched:
             return
-        _watched.add(name)
+        _watched.add(actor._actor_id)
     threading.Thread(target=_watch, args=(actor, name), name=f"verl-server-watch-{name}", daemon=True).start()
 
 

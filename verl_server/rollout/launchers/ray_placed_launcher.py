@@ -113,12 +113,13 @@ class PlacedLauncher:
             nodes = describe_nodes(name, actors, check_abort)
             envs = [{**env, **place.env} for place in places]
             replies = start_on_nodes(name, actors, nodes, server_args, config, envs, check_abort)
+            adapter = attach_head(name, actors, replies[0], config, lambda: None)
         except BaseException as failure:
             end_actors(actors, config.timeouts.stop_s)
             if isinstance(failure, RayError):
                 raise StartupError(f"{name} did not start: {first_line(failure)}") from failure
             raise
-        return attach_head(name, actors, replies[0], config, lambda: None), {node["machine"] for node in nodes}
+        return adapter, {node["machine"] for node in nodes}
 
     def forget_replica(self, name: str) -> None:
         with self._lock:

@@ -93,15 +93,15 @@ def commit(
     update = StagedUpdate(servers, sender, validated, names, checksums, num_missing, load_started)
     attempt = update.new_attempt()
     started = time.monotonic()
-    if not attempt.members:  # all servers of a fleet are started again, and then get the weights by `replay`
-        publish(checksums)
-        return _result_of(update, load_s=0.0), attempt, None
     try:
-        with prepare(update, attempt):
-            started = time.monotonic()
-            servers.pause(validated.pause_mode)
-            load_and_verify(update, attempt)
+        if not attempt.members:  # all servers of a fleet are started again, and then get the weights by `replay`
             publish(checksums)
+        else:
+            with prepare(update, attempt):
+                started = time.monotonic()
+                servers.pause(validated.pause_mode)
+                load_and_verify(update, attempt)
+                publish(checksums)
     except TornWeightsError as error:
         leave_out_failed(servers, error)
         logger.warning("%s The update is tried once more.", error.message)
@@ -137,6 +137,9 @@ def retry(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> Upd
 def repeat(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> UpdateAttempt:
     """One more attempt at an update that left torn weights. Raises TornWeightsError if it fails."""
     attempt = update.new_attempt()
+    if not attempt.members:
+        publish(update.checksums)
+        return attempt
     try:
         with prepare(update, attempt):
             load_and_verify(update, attempt)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -153,7 +153,6 @@ class StagedUpdater(WeightUpdater):
         ordered_names = self._layout.in_order(names := self._complete_modules(names, servers))
 
         def publish(checksums: Sequence[int]) -> None:
-            self.weight_version = validated.weight_version  # also when an interrupt comes before the outcome
             self._publish(servers, validated, ordered_names, checksums)
 
         def publish_later(checksums: Sequence[int]) -> None:
@@ -209,20 +208,24 @@ class StagedUpdater(WeightUpdater):
         Without verification there are no checksums. Then the weights cannot be replayed until the next update of all
         tensors with verification.
         """
-        if checksums:
-            self._published_checksums.update(zip(ordered_names, checksums, strict=True))
-        else:
-            self._published_checksums.clear()
-        can_replay = self.manifest.is_whole(self._published_checksums)
-        is_whole = self.manifest.is_whole(ordered_names)
-        servers.published(validated.weight_version, is_whole, self._replay_of(validated) if can_replay else None)
+        published = (
+            {**self._published_checksums, **dict(zip(ordered_names, checksums, strict=True))} if checksums else {}
+        )
+        replay = self._replay_of(validated, published) if self.manifest.is_whole(published) else None
+        before, self.weight_version = self.weight_version, validated.weight_version  # also if an interrupt comes now
+        try:
+            servers.published(validated.weight_version, self.manifest.is_whole(ordered_names), replay)
+        except ServerDiedError:  # no server has the new weights
+            self.weight_version = before
+            raise
+        self._published_checksums = published
 
-    def _replay_of(self, validated: ValidatedUpdate) -> ReplayFn:
+    def _replay_of(self, validated: ValidatedUpdate, checksums: Mapping[str, int]) -> ReplayFn:
         """A function that loads the weights published now into other servers, while the weights are still staged.
 
         Another thread may call the function. It uses the device that is current in the present thread.
         """
-        checksums, device = dict(self._published_checksums), accelerator()
+        device = accelerator()
 
         def load_published(servers: UpdatableServers) -> None:
             assert self._sender is not None

@@ -39,6 +39,9 @@ IDLE_TIMEOUT_S = 60.0
 """Seconds that `sleep` waits for requests that end, for example after they were aborted."""
 IDLE_POLL_S = 0.05
 LOSS_POLL_S = 1.0
+STALE_TIMEOUT_S = 3600.0
+"""Seconds without a server that has the published weights, after which the fleet counts as lost. An asynchronous
+trainer of verl waits for samples, and pushes no weights meanwhile. The limit is longer than a training step."""
 MEMORY = "memory"
 """Reason for which requests are held while memory is released."""
 
@@ -55,6 +58,8 @@ class FleetActor:
         self._steps: dict[int, int] = {}
         """Training step of each weight version."""
         self._latest_step = 0
+        self._served_at = time.monotonic()
+        """Last time at which a server had the published weights, or was being started again."""
 
     # -- replicas -------------------------------------------------------------------------------------
 
@@ -78,12 +83,17 @@ class FleetActor:
         return {"machines": sorted(self._replicas.machines), "status": status}
 
     async def wait_for_loss(self, wait_s: float) -> str | None:
-        """Why no server of the fleet can be started any more. None if there are some after `wait_s` seconds."""
+        """Why no server of the fleet will serve again. None if there is no reason within `wait_s` seconds."""
         manager, deadline = await self._replicas.manager(), time.monotonic() + wait_s
         while time.monotonic() < deadline:
             replicas = manager.replicas
-            if replicas and all(view.state is ReplicaState.FAILED for view in replicas):
+            states = {view.state for view in replicas}
+            if states == {ReplicaState.FAILED}:
                 return str(replicas[0].error)
+            if not states or states - {ReplicaState.FAILED, ReplicaState.STALE}:
+                self._served_at = time.monotonic()
+            elif time.monotonic() - self._served_at > STALE_TIMEOUT_S:
+                return f"its servers have waited for weights for {STALE_TIMEOUT_S:g} s"
             await asyncio.sleep(LOSS_POLL_S)
         return None
 
@@ -224,12 +234,13 @@ class FleetActor:
 
         `publication`: id of the weights if the trainer can replay them. `step`: training step of the weights.
         """
-        if step is not None:
-            await self.name_version(version, step)
         replay: Callable[[Any], None] | None = None
         if publication is not None:
             replay = functools.partial(self._jobs.run, publication)
-        return await self.call(FLEET, "published", (version, whole, replay))
+        reply = await self.call(FLEET, "published", (version, whole, replay))
+        if step is not None and "error" not in reply:
+            await self.name_version(version, step)
+        return reply
 
     async def name_version(self, version: int, step: int) -> None:
         """Record the training step of a weight version, or of the adapter that is used with it."""

@@ -140,7 +140,7 @@ class Generations:
         except asyncio.CancelledError:
             if not running.is_aborting:
                 raise
-            return _aborted_reply(await running.partial)
+            return _aborted_reply(await asyncio.shield(running.partial))
         finally:
             del self._running[rid]
             running.ended.set()
@@ -166,9 +166,14 @@ class Generations:
         aborted = {rid: running for rid, running in self._running.items() if not running.is_aborting}
         for running in aborted.values():
             running.is_aborting = True
-        partial = await self._router.abort(list(aborted))
-        for rid, running in aborted.items():
-            running.partial.set_result(partial.get(rid))
+        partial: dict[str, Json | None] = {}
+        try:
+            partial = await self._router.abort(list(aborted))
+        finally:  # also if this call was cancelled: the requests must not wait for ever
+            for rid, running in aborted.items():
+                running.is_aborting = rid in partial
+                if not running.partial.done():
+                    running.partial.set_result(partial.get(rid))
         for running in aborted.values():
             await running.ended.wait()
 
