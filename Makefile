@@ -127,7 +127,7 @@ doctor: setup
 	$(BIN)/verl-server doctor
 
 # All benchmarks, one after the other: 2 to 2.5 hours on two idle cores.
-bench: setup clients
+bench: setup clients setup-trainers
 	$(BIN)/python benchmarks/bench_generate.py
 	$(BIN)/python benchmarks/bench_startup.py
 	$(BIN)/python benchmarks/bench_weight_sync.py
@@ -139,6 +139,7 @@ bench: setup clients
 	$(BIN)/python benchmarks/bench_steps.py
 	$(BIN)/python benchmarks/bench_async.py
 	$(BIN)/python benchmarks/bench_gateway.py
+	$(BIN)/python benchmarks/bench_verl.py
 
 # What only a GPU can prove, in under nine minutes. Uses .venv if it is there, or PYTHON if it is given, with packages on
 # PYTHONPATH. Results: benchmarks/results/gpu-<device>/. Exit codes of the program: benchmarks/gpu_proof/__main__.py.
