@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -10,7 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +26,7 @@ from test_lora import CONFIG, TARGETS, adapter_for, merged
 from vllm_helpers import needs_vllm
 
 from verl_server import HttpServerEngineAdapter
-from verl_server.config import PauseMode
-from verl_server.errors import NotReadyError, ServerDiedError, ServerError, TornWeightsError, VerlServerError
-from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.rl_wire.admin import ADMIN_ROUTES
-from verl_server.router.rl_wire.replica_control import ReplicaControl
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -48,6 +44,7 @@ class Router:
     url: str
     folder: Path
     pool: ThreadPoolExecutor
+    servers: list[Any]
 
     def call(self, method: str, path: str, body: Any = None, key: str = ADMIN_KEY) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {key}"}
@@ -72,18 +69,36 @@ class Router:
     def tokens_in_flight(self) -> int:
         return max(int(row["tokens_in_flight"]) for row in self.call("GET", "/replicas")[1])
 
+    def until_admitted(self, count: int) -> None:
+        wait_until(lambda: self.num_admitted == count, WAIT_S, f"not {count} servers are admitted")
+
+    @property
+    def num_admitted(self) -> int:
+        return sum(row["admitted"] for row in self.call("GET", "/replicas")[1])
+
+    @contextlib.contextmanager
+    def silent_server(self) -> Iterator[None]:
+        """The second server does not answer meanwhile."""
+        self.until_admitted(2)
+        os.kill(self.servers[1].pids.main, signal.SIGSTOP)
+        try:
+            self.until_admitted(1)
+            yield
+        finally:
+            os.kill(self.servers[1].pids.main, signal.SIGCONT)
+
     @property
     def versions(self) -> set[int]:
         return {row["weight_version"] for row in self.call("GET", "/replicas")[1]}
 
 
 @contextlib.contextmanager
-def router_of(servers: list[Any], folder: Path) -> Iterator[Router]:
+def router_of(servers: list[Any], folder: Path, admin_key: str = "replicas-admin") -> Iterator[Router]:
     """A router process over servers, whose keys are `replicas` and `replicas-admin`."""
     command = [sys.executable, "-m", "verl_server.cli", "router", *(f"--replica={each.base_url}" for each in servers)]
     env = {
         **os.environ, "VERL_SERVER_API_KEY": KEY, "VERL_SERVER_ADMIN_API_KEY": ADMIN_KEY,
-        "VERL_SERVER_REPLICA_API_KEY": "replicas", "VERL_SERVER_REPLICA_ADMIN_API_KEY": "replicas-admin",
+        "VERL_SERVER_REPLICA_API_KEY": "replicas", "VERL_SERVER_REPLICA_ADMIN_API_KEY": admin_key,
     }  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None
@@ -92,7 +107,7 @@ def router_of(servers: list[Any], folder: Path) -> Iterator[Router]:
         ready = process.stdout.readline()
         assert ready.startswith("Ready: "), ready + process.stderr.read()
         with ThreadPoolExecutor(16) as pool:
-            yield Router(ready.split()[1], folder, pool)
+            yield Router(ready.split()[1], folder, pool, servers)
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -195,7 +210,9 @@ def test_an_update_without_a_pause(router: Router, tmp_path: Path) -> None:
     calls = [router.pool.submit(router.post, "/update_weights", body) for _ in range(3)]
     assert [call.result(WAIT_S)["weight_version"] for call in calls] == [before + 1] * 3
     assert_tokens_of({before + 1: changed}, router.start(20).result(WAIT_S)[1], 20)
-    status, reply = router.call("POST", "/update_weights", {**body, "weight_version": before + 1})
+    again = {**body, "weight_version": before + 1}
+    assert router.post("/update_weights", again)["weight_version"] == before + 1, "the last update: nothing is loaded"
+    status, reply = router.call("POST", "/update_weights", {**again, "weight_dir": str(router.folder)})
     assert (status, f"above {before + 1}" in reply["error"]["message"]) == (400, True)
     assert router.post("/update_weights", {**body, "weight_version": before + 7})["weight_version"] == before + 7
     assert router.versions == {before + 7}
@@ -297,6 +314,62 @@ def test_lora_adapters(router: Router, tmp_path: Path) -> None:
     wait_until(lambda: router.start(8, model="policy").result(WAIT_S)[0] == 404, WAIT_S, "the adapter is still there")
 
 
+def test_a_server_that_was_silent_does_first_what_it_has_missed(router: Router, tmp_path: Path) -> None:
+    base = checkpoint(router, tmp_path / "whole", seed=8)
+    router.post("/update_weights", {"weight_dir": str(tmp_path / "whole")})
+
+    def assert_policy(model: Any) -> None:
+        expected, _ = greedy_with_logprobs(model, PROMPTS[0], 8)
+        for reply in [router.start(8, model="policy") for _ in range(8)]:
+            assert reply.result(WAIT_S)[1]["choices"][0]["token_ids"] == expected
+
+    adapters = [adapter_for(base, seed=number) for number in range(2)]
+    folders = [write_adapter(tmp_path / f"adapter-{number}", each) for number, each in enumerate(adapters)]
+    router.post("/load_lora_adapter", {"lora_name": "policy", "lora_path": folders[0]})
+    assert_policy(merged(base, adapters[0]))
+    with router.silent_server():
+        router.post("/load_lora_adapter", {"lora_name": "policy", "lora_path": folders[1]})
+        assert_policy(merged(base, adapters[1]))
+    router.until_admitted(2)
+    assert_policy(merged(base, adapters[1]))
+    router.post("/pause?mode=keep")
+    with router.silent_server():
+        router.post("/resume")
+        assert router.start(4).result(WAIT_S)[0] == 200
+    router.until_admitted(2)
+    assert {reply.result(WAIT_S)[0] for reply in [router.start(4) for _ in range(8)]} == {200}
+    changed = checkpoint(router, tmp_path / "changed", seed=9)
+    with router.silent_server():
+        version = router.post("/update_weights", {"weight_dir": str(tmp_path / "changed")})["weight_version"]
+    for _ in range(8):
+        time.sleep(0.3)
+        assert_tokens_of({version: changed}, router.start(8).result(WAIT_S)[1], 8)
+    assert router.num_admitted == 1
+    router.post("/update_weights", {"weight_dir": str(tmp_path / "whole")})
+    router.until_admitted(2)
+    router.post("/unload_lora_adapter", {"lora_name": "policy"})
+
+
+def test_a_router_that_is_started_during_a_pause_continues_the_servers(router: Router) -> None:
+    with router_of(router.servers, router.folder) as first:
+        first.post("/pause?mode=keep")
+    with router_of(router.servers, router.folder) as second:
+        waiting = second.start(4)
+        second.post("/resume")
+        assert waiting.result(WAIT_S)[0] == 200
+        assert {reply.result(WAIT_S)[0] for reply in [second.start(4) for _ in range(8)]} == {200}
+
+
+def test_a_wrong_admin_key_of_the_servers(router: Router) -> None:
+    with router_of(router.servers, router.folder, "another-key") as wrong:
+        for path in ("/pause?mode=keep", "/resume"):
+            status, reply = wrong.call("POST", path)
+            assert (status, reply["error"]["details"]["key"]) == (502, "replica_admin_api_key"), reply
+        assert wrong.call("GET", "/is_paused") == (200, {"is_paused": False})
+        time.sleep(1.5)  # some probes
+        assert wrong.num_admitted == 2
+
+
 @needs_vllm
 def test_a_vllm_server_pauses_and_loads_adapters_but_no_checkpoint(tmp_path: Path) -> None:
     folder = model_of(tmp_path)
@@ -323,72 +396,3 @@ def test_a_vllm_server_pauses_and_loads_adapters_but_no_checkpoint(tmp_path: Pat
             router.post("/load_lora_adapter", {"lora_name": "policy", "lora_path": lora_folder})
             expected, _ = greedy_with_logprobs(merged(reference_model(folder), tensors), PROMPTS[0], 8)
             assert router.start(8, model="policy").result(WAIT_S)[1]["choices"][0]["token_ids"] == expected
-
-
-class LoadingServer:
-    """The part of an adapter that an update calls. `failures`: errors of the next loads."""
-
-    def __init__(self, failures: list[VerlServerError]) -> None:
-        self.base_url, self.api_key, self.failures, self.is_paused = "http://127.0.0.1:1", None, failures, False
-        self.connection = self
-
-    async def get_model_info(self) -> dict[str, Any]:
-        return {"weight_version": 0}
-
-    async def get_resolved_args(self) -> dict[str, Any]:
-        return {"model_path": MODEL[0]}
-
-    async def pause_generation(self, mode: PauseMode) -> None:
-        self.is_paused = True
-
-    async def continue_generation(self) -> None:
-        self.is_paused = False
-
-    async def update_weights_from_disk(self, folder: str, flush_cache: bool, weight_version: int) -> None:
-        if self.failures:
-            raise self.failures.pop()
-
-    async def generate(self, **request: Any) -> Any:
-        return {"output_ids": [1], "meta_info": {"weight_version": 1, "finish_reason": {"type": "length", "length": 1}}}
-
-
-MODEL: list[str] = []
-"""Folder of the model of a `LoadingServer`."""
-
-
-@pytest.mark.parametrize("is_paused", [False, True])
-def test_requests_wait_after_an_update_that_has_failed(is_paused: bool, tiny: Callable[..., Path]) -> None:
-    """Until another update has succeeded, and until `resume` if the trainer has paused the router."""
-    folder = str(tiny("qwen3"))
-    MODEL[:] = [folder]
-
-    async def run() -> None:
-        dispatcher = Dispatcher()
-        servers: Any = {"a": LoadingServer([ServerError("refused", status=400)]), "b": LoadingServer([])}
-        for name, server in servers.items():
-            dispatcher.pool.add_replica(name, server, 0)
-        control = ReplicaControl(dispatcher.pool, servers)
-        if is_paused:
-            await control.pause("keep")
-        with pytest.raises(TornWeightsError, match=r"failed on 1 of 2 servers; a: refused"):
-            await control.update_weights(folder)
-        waiting = asyncio.ensure_future(
-            dispatcher.generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
-        )
-        with pytest.raises(TornWeightsError, match="requests wait until another /update_weights has succeeded"):
-            await control.resume()
-        assert not waiting.done()
-        assert await control.update_weights(folder) == 1
-        await asyncio.sleep(0.05)
-        assert waiting.done() != is_paused
-        await control.resume()
-        assert (await waiting)["output_ids"] == [1]
-        servers["b"].failures = [ServerDiedError("killed")]
-        control.check({"weight_version": "1"})
-        assert await control.update_weights(folder) == 2, "a lost server is left out"
-        control.check({"weight_version": "2"})
-        with pytest.raises(NotReadyError, match="receives requests again after the next update"):
-            control.check({"weight_version": "1"})
-        await dispatcher.close()
-
-    asyncio.run(asyncio.wait_for(run(), 60.0))

@@ -127,10 +127,11 @@ def router(
     key_hint = f"set {REPLICA_API_KEY} to the key of the servers"
     urls = [require_http_url("--replica", url, f"--replica {example}", key_hint) for url in replica]
     generated_keys = options.missing_keys([API_KEY], shown=sys.stdout.isatty())
+    options.require_long_keys([ADMIN_API_KEY])
     key = take_key(API_KEY)
-    replica_key = os.environ.pop(REPLICA_API_KEY, "") or key
+    replica_key = take_key(REPLICA_API_KEY) if os.environ.get(REPLICA_API_KEY) else key
     admin_key = take_key(ADMIN_API_KEY) if os.environ.get(ADMIN_API_KEY) else None
-    replica_admin_key = os.environ.pop(REPLICA_ADMIN_API_KEY, "") or admin_key
+    replica_admin_key = take_key(REPLICA_ADMIN_API_KEY) if os.environ.get(REPLICA_ADMIN_API_KEY) else admin_key
 
     def print_ready(url: str) -> None:
         print_line(f"Ready: {url}")

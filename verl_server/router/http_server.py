@@ -59,7 +59,9 @@ class RouterHttpServer:
         self._dispatcher, self._api_key, self._extra_metrics = dispatcher, api_key, extra_metrics
         self._admin_api_key, self._admin_routes = admin_api_key, AdminRoutes(control)
         self._forwarder = Forwarder(dispatcher)
-        self._models = ServedModels(dispatcher.pool, self._forwarder.get_json)
+        self._models = ServedModels(
+            dispatcher.pool, self._forwarder.get_json, lambda: () if control is None else control.lora_names
+        )
         rl_routes = RlRoutes(dispatcher, self._models)
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", "/generate"): self._generate,
@@ -106,7 +108,8 @@ class RouterHttpServer:
     async def _administer(self, request: web.BaseRequest) -> web.StreamResponse:
         if self._admin_api_key is not None and not self._has_admin_key(request):
             raise admin_key_error(request)
-        await self._models.learn_name()
+        if request.path == "/update_weights":
+            await self._models.learn_name()
         return await self._admin_routes.handle(request)
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:

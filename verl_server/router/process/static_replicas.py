@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.adapter.sglang.capabilities import num_data_parallel_ranks
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
-from verl_server.errors import BadInputError, VerlServerError
+from verl_server.errors import BadInputError, NotReadyError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.rl_wire.replica_control import ReplicaControl
@@ -29,7 +29,7 @@ PROBE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
 RETURN_TIMEOUT_S = 60.0
 """Seconds after its last answer during which requests wait for a server when no other server answers. After that
-requests are refused."""
+requests are refused, and its connections are closed. The connections of a server that answers stay open."""
 ServerCheck = Callable[[str, Json, float], Awaitable[None]]
 """Gets the name of a server, SGLang's `/model_info` of it, and the time since which the server has answered each probe
 (`time.monotonic`). A server that was started again has another time."""
@@ -54,10 +54,12 @@ class ProbedServers:
         """Time since which each server has answered each probe."""
         self._answered_at: dict[str, float] = {}
         """Time of each server's last answer (`time.monotonic`)."""
+        self._admitted_at: dict[str, float] = {}
+        """Time of the last probe of each server that has admitted it."""
         self.infos: dict[str, Json] = {}
         """SGLang's `/server_info` of the servers that have answered it, by name."""
         self.problems: dict[str, str] = {}
-        """Why a server receives no requests, by name. The reason is logged once."""
+        """Why a server receives no requests, by name. The first reason is logged, and further ones if it answers."""
 
     @property
     def adapters(self) -> Mapping[str, AsyncHttpServerEngineAdapter]:
@@ -96,6 +98,7 @@ class ProbedServers:
         del self._servers[name]
         self._answering_since.pop(name, None)
         self._answered_at.pop(name, None)
+        self._admitted_at.pop(name, None)
         self.problems.pop(name, None)
         self.infos.pop(name, None)
         adapter = self._adapters.pop(name)
@@ -117,22 +120,26 @@ class ProbedServers:
         pool = self._dispatcher.pool
         try:
             info = await self._ask(name)
+            self._answered_at[name] = time.monotonic()
             _require_no_preferred_params(info)
             if self._check is not None:
                 await self._check(name, info, self._answering_since.setdefault(name, time.monotonic()))
             version = parse_weight_version(info.get("weight_version"))
             pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
-            self._answered_at[name] = time.monotonic()
+            self._admitted_at[name] = time.monotonic()
             self.problems.pop(name, None)
         except Exception as error:  # noqa: BLE001 - any failure means that no usable server answers at this address
-            if name not in self.problems:
+            problem = f"{error}" or f"no answer within {PROBE_TIMEOUT_S:g} s"
+            is_new = isinstance(error, NotReadyError) and problem != self.problems.get(name)
+            if is_new or name not in self.problems:
                 logger.warning("replica %s receives no requests until it answers: %s", name, error)
-            self.problems[name] = f"{error}" or f"no answer within {PROBE_TIMEOUT_S:g} s"
+            self.problems[name] = problem
             self.infos.pop(name, None)  # another server may answer at this address later
             self._adapters[name].connection.forget_server()
-            silent_s = time.monotonic() - self._answered_at.get(name, 0.0)
-            if silent_s < RETURN_TIMEOUT_S:
-                pool.update_replica(name, admitted=False, will_serve=True)
+            now = time.monotonic()
+            if now - self._answered_at.get(name, 0.0) < RETURN_TIMEOUT_S:
+                will_serve = now - self._admitted_at.get(name, 0.0) < RETURN_TIMEOUT_S
+                pool.update_replica(name, admitted=False, will_serve=will_serve)
             else:  # its connections might never be closed: the requests that run there continue elsewhere
                 await self._adapters[name].close_connections()
                 pool.add_replica(name, self._adapters[name], 0, admitted=False, will_serve=False)
@@ -190,7 +197,7 @@ class StaticReplicas:
 
     async def _check(self, name: str, model_info: Json, answering_since: float) -> None:
         if self.control is not None:
-            self.control.check(model_info)
+            await self.control.check(name, model_info, answering_since)
 
     async def run(self, dispatcher: Dispatcher) -> None:
         """Wait for SIGTERM, SIGINT or SIGHUP."""

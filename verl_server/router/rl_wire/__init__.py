@@ -8,6 +8,10 @@
     models.py       the served models and LoRA adapters
     admin.py        handlers of the routes that pause the router and update weights, which need the admin key
     replica_control.py  pauses, weights and LoRA adapters of all servers of a router
+    server_calls.py  calls of all servers that answer
+    weight_record.py  which servers have the weights of the last update
+    lora_control.py  LoRA adapters, and which servers have them
+    checkpoint_check.py  compares the folder of an update with the served model
     folders.py      folders with weights that a trainer has written
 
 All generations run through the `Dispatcher`, as those of `/generate` do. The source of the forms is vLLM 0.32

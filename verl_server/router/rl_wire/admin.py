@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from aiohttp import web
 
-from verl_server.errors import ServerError, UnsupportedError
+from verl_server.errors import BadInputError, ServerError, UnsupportedError, VerlServerError
 from verl_server.router.http.bodies import json_response, parse_object
 from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.types import Json
+from verl_server.validation import did_you_mean
 
 #: Methods and paths of the routes. The LoRA routes have a second path, which is vLLM's own.
 ADMIN_ROUTES = (
@@ -19,19 +20,28 @@ ADMIN_ROUTES = (
     ("POST", "/load_lora_adapter"), ("POST", "/v1/load_lora_adapter"), ("POST", "/unload_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
 )  # fmt: skip
+#: Fields of the body of each route. `clear_cache`, `load_inplace` and `lora_int_id` are vLLM's, and have no effect.
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "/pause": ("mode", "clear_cache"), "/resume": (), "/update_weights": ("weight_dir", "weight_version"),
+    "/load_lora_adapter": ("lora_name", "lora_path", "load_inplace"),
+    "/unload_lora_adapter": ("lora_name", "lora_int_id"),
+}  # fmt: skip
+_QUERY_PATH = "/pause"
+"""The route whose fields may be parameters of the query, as in vLLM."""
 
 
 class AdminRoutes:
     """Handlers of `ADMIN_ROUTES`. An operation continues when its caller leaves.
 
-    A call with the same arguments as a running operation waits for this operation: trainers repeat a call whose answer
+    A call with the same arguments as the last operation waits for it while it runs: trainers repeat a call whose answer
     they did not wait for, and the weights must not be loaded twice.
     """
 
     def __init__(self, control: ReplicaControl | None) -> None:
         """`control` None: the router cannot control its servers, and every route raises UnsupportedError."""
         self._control = control
-        self._running: dict[str, asyncio.Task[Json]] = {}
+        self._last: tuple[str, asyncio.Task[Json]] | None = None
+        """The operation that was created last, with its path and arguments."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request whose key has been checked."""
@@ -45,13 +55,30 @@ class AdminRoutes:
         if request.path == "/is_paused":
             return json_response({"is_paused": control.is_paused})
         raw = await request.read()
-        body = parse_object(raw) if raw else {}
-        key = f"{request.path_qs} {body!r}"
-        if key not in self._running:
-            self._running[key] = task = asyncio.create_task(_operation(control, request, body))
-            task.add_done_callback(lambda _: self._running.pop(key, None))
-            task.add_done_callback(_note_error)
-        return json_response(await asyncio.shield(self._running[key]))
+        path = request.path.removeprefix("/v1")
+        arguments = _read_arguments(request, path, parse_object(raw) if raw else {})
+        key = f"{path} {sorted(arguments.items())!r}"
+        if self._last is None or self._last[0] != key or self._last[1].done():
+            self._last = key, asyncio.create_task(_operation(control, path, arguments))
+            self._last[1].add_done_callback(_note_error)
+        try:
+            return json_response(await asyncio.shield(self._last[1]))
+        except VerlServerError as error:
+            if error.details.get("status") in (401, 403):
+                raise _replica_key_error(error) from error
+            raise
+
+
+def _read_arguments(request: web.BaseRequest, path: str, body: Json) -> Json:
+    """The arguments of a request, from its query and its body. Raises BadInputError for unknown and repeated ones."""
+    fields, query = _FIELDS[path], request.query
+    for name in (*query, *body):
+        known = fields if name in body or path == _QUERY_PATH else ()
+        if name not in known:
+            raise BadInputError(f"{path} has no argument {name!r:.100}{did_you_mean(name, fields)}")
+        if len(query.getall(name, [])) + (name in body) > 1:
+            raise BadInputError(f"{name} was passed more than once; pass it in the query or in the body")
+    return {**query, **body}
 
 
 def _note_error(task: asyncio.Task[Json]) -> None:
@@ -60,19 +87,20 @@ def _note_error(task: asyncio.Task[Json]) -> None:
         task.exception()
 
 
-def _operation(control: ReplicaControl, request: web.BaseRequest, body: Json) -> Coroutine[Any, Any, Json]:
+def _operation(control: ReplicaControl, path: str, arguments: Json) -> Coroutine[Any, Any, Json]:
     """The operation of a request. Its result is the reply, in vLLM's and prime-rl's form."""
-    match request.path.removeprefix("/v1"):
+    match path:
         case "/pause":
-            return _answer(control.pause(request.query.get("mode", "abort")), {"status": "paused"})
+            return _answer(control.pause(arguments.get("mode", "abort")), {"status": "paused"})
         case "/resume":
             return _answer(control.resume(), {"status": "resumed"})
         case "/update_weights":
-            return _update(control, body)
+            return _update(control, arguments)
         case "/load_lora_adapter":
-            return _answer(control.load_lora_adapter(body.get("lora_name"), body.get("lora_path")), {"status": "ok"})
+            name, folder = arguments.get("lora_name"), arguments.get("lora_path")
+            return _answer(control.load_lora_adapter(name, folder), {"status": "ok"})
         case _:
-            return _answer(control.unload_lora_adapter(body.get("lora_name")), {"status": "ok"})
+            return _answer(control.unload_lora_adapter(arguments.get("lora_name")), {"status": "ok"})
 
 
 async def _answer(operation: Coroutine[Any, Any, None], reply: Json) -> Json:
@@ -80,9 +108,19 @@ async def _answer(operation: Coroutine[Any, Any, None], reply: Json) -> Json:
     return reply
 
 
-async def _update(control: ReplicaControl, body: Json) -> Json:
-    version = await control.update_weights(body.get("weight_dir"), body.get("weight_version"))
+async def _update(control: ReplicaControl, arguments: Json) -> Json:
+    version = await control.update_weights(arguments.get("weight_dir"), arguments.get("weight_version"))
     return {"status": "ok", "weight_version": version}
+
+
+def _replica_key_error(error: VerlServerError) -> ServerError:
+    """The error for a server that has refused the router's key. Without the status, which is about the caller's key."""
+    return ServerError(
+        "a server refused the admin key that the router sends: start the router with the admin key of the servers in "
+        f"the environment variable VERL_SERVER_REPLICA_ADMIN_API_KEY: {error.message}",
+        url=error.details.get("url"),
+        key="replica_admin_api_key",
+    )
 
 
 def admin_key_error(request: web.BaseRequest) -> ServerError:

@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_server.adapter.lora_config import CONFIG_FILE, TENSORS_FILE
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, DeadlineError
 from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server.weights.manifest import Manifest
 
+T = TypeVar("T")
+FOLDER_TIMEOUT_S = 60.0
+"""Seconds within which the files of a folder must be read. A network file system may hang."""
+
+
+@dataclass(frozen=True)
+class LoraFiles:
+    """The files of a LoRA adapter in PEFT's form."""
+
+    tensors: dict[str, Any]
+    config: Json
+    signature: Any
+    """Equal for two reads of the same files. Another one if a file was written in between."""
+
+
+async def in_thread(work: Callable[[], T], folder: Any) -> T:
+    """The result of `work`, which reads `folder`, in a thread. Raises DeadlineError after `FOLDER_TIMEOUT_S`."""
+    try:
+        async with asyncio.timeout(FOLDER_TIMEOUT_S):
+            return await asyncio.to_thread(work)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"{folder!r:.200} could not be read within {FOLDER_TIMEOUT_S:g} s",
+            operation="read",
+            seconds=FOLDER_TIMEOUT_S,
+        ) from error
+
 
 def require_checkpoint_folder(folder: Any) -> None:
     """Raise BadInputError unless `folder` is an absolute path of a folder with files of safetensors.
 
-    The servers read the folder, and the router reads its headers: both must see it at the same path.
+    The servers read the folder, and the router reads its headers: both must see it at the same path. Blocking.
     """
     if folder is None:
         raise BadInputError("weight_dir is missing: this router loads folders only, and takes no broadcast of weights")
     path = _absolute(folder, "weight_dir")
-    if not any(path.glob("*.safetensors")):
+    try:
+        has_files = any(path.glob("*.safetensors"))
+    except (OSError, ValueError) as error:  # for example a name that is too long
+        raise BadInputError(f"weight_dir {folder!r:.200} cannot be read: {error!s:.200}") from error
+    if not has_files:
         raise BadInputError(f"weight_dir {str(path)!r} has no file *.safetensors, or the router cannot see the folder")
 
 
@@ -50,8 +83,8 @@ def require_whole_checkpoint(folder: str, manifest: Manifest) -> None:
         )
 
 
-def read_lora_adapter(folder: Any) -> tuple[dict[str, Any], Json]:
-    """The tensors and the configuration of a LoRA adapter in PEFT's form. Raises BadInputError.
+def read_lora_adapter(folder: Any) -> LoraFiles:
+    """The files of a LoRA adapter in PEFT's form. Raises BadInputError.
 
     Blocking. Imports torch.
     """
@@ -60,13 +93,14 @@ def read_lora_adapter(folder: Any) -> tuple[dict[str, Any], Json]:
     from safetensors.torch import load_file
 
     try:
+        stats = [(path / name).stat() for name in (CONFIG_FILE, TENSORS_FILE)]
         config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(path / TENSORS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise BadInputError(
-            f"lora_path {str(path)!r} is no LoRA adapter in PEFT's form: {error}", status=404
+            f"lora_path {folder!r:.200} is no LoRA adapter in PEFT's form: {error!s:.200}", status=404
         ) from error
-    return tensors, config
+    return LoraFiles(tensors, config, tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in stats))
 
 
 def _absolute(folder: Any, name: str) -> Path:

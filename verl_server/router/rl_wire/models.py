@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError, NotReadyError, ServerError
-from verl_server.router.placement.routed_replica import GenerationServer
+from verl_server.router.placement.routed_replica import GenerationServer, RoutedReplica
 from verl_server.router.replica_pool import ReplicaPool
 from verl_server.types import Json
 
@@ -36,8 +37,9 @@ class ServedModel:
 class ServedModels:
     """Asks the replicas for their models. All replicas serve the same base model."""
 
-    def __init__(self, pool: ReplicaPool, get_json: GetJson) -> None:
-        self._pool, self._get_json = pool, get_json
+    def __init__(self, pool: ReplicaPool, get_json: GetJson, lora_names: Callable[[], Collection[str]] = tuple) -> None:
+        """`lora_names` returns the adapters that each admitted replica has for certain."""
+        self._pool, self._get_json, self._lora_names = pool, get_json, lora_names
         self._name: str | None = None
         """Name of the base model when the router first asked. SGLang names it after the folder of the last update."""
         self._base: dict[str, Json] = {}
@@ -50,7 +52,9 @@ class ServedModels:
 
         Raises NotReadyError if no replica answers.
         """
-        replicas = sorted(self._pool.replicas.values(), key=lambda replica: not replica.admitted)
+        return await self._ask(sorted(self._pool.replicas.values(), key=lambda replica: not replica.admitted))
+
+    async def _ask(self, replicas: Iterable[RoutedReplica]) -> Json:
         problem = "the router has no replica"
         for replica in replicas:
             try:
@@ -64,10 +68,14 @@ class ServedModels:
         raise NotReadyError(f"no replica has listed its models: {problem}")
 
     async def learn_name(self) -> None:
-        """Ask for the name of the base model, which an update of the weights changes, if it is not known yet."""
+        """Ask for the name of the base model, which an update of the weights changes, if it is not known yet.
+
+        Only admitted replicas are asked, within `TIMEOUT_S` together.
+        """
         if self._name is None:
-            with contextlib.suppress(NotReadyError):
-                await self.listing()
+            with contextlib.suppress(NotReadyError, TimeoutError):
+                async with asyncio.timeout(TIMEOUT_S):
+                    await self._ask([replica for replica in self._pool.replicas.values() if replica.admitted])
 
     def _remember(self, cards: list[Json]) -> None:
         """Keep what later requests need. The base model keeps its name, and adapters get the length of its context."""
@@ -95,6 +103,8 @@ class ServedModels:
         if name is None or name in self._base:
             found = next(iter(self._base)) if name is None else name
             return ServedModel(found, None, self._base[found].get("max_model_len"))
+        if name in self._lora_names():
+            return ServedModel(name, name, next(iter(self._base.values())).get("max_model_len"))
         if name not in self._adapters or time.monotonic() - self._listed_at > ADAPTERS_AGE_S:
             await self.listing()
         if name not in self._adapters:

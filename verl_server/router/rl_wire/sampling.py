@@ -39,6 +39,8 @@ _UNSUPPORTED = frozenset({
     "allowed_token_ids", "bad_words", "extra_args", "logprob_token_ids", "prompt_logprob_start",
     "prompt_logprob_token_ids", "repetition_detection", "thinking_token_budget", "watermarking",
 })  # fmt: skip
+MAX_LOGPROBS = 20
+"""Maximum number of most probable tokens for each token, as in vLLM (`max_logprobs`)."""
 _COUNTS = frozenset({"n", "logprobs", "prompt_logprobs", "structured_outputs"})
 """Parameters that become fields of `Sampling`."""
 
@@ -91,6 +93,10 @@ def parse_sampling(given: Any, num_prompt_tokens: int, max_model_len: int | None
                 params[_NAMES[name]] = value
         else:
             raise BadInputError(f"there is no sampling parameter {name!r}{did_you_mean(name, [*_NAMES, *_COUNTS])}")
+    if (seed := params.get("sampling_seed")) is not None and not is_whole_number(seed):
+        raise BadInputError(f"seed must be a whole number, got {seed!r:.100}")
+    if seed == -1:
+        del params["sampling_seed"]  # in vLLM, this value means no seed
     if params.get("top_k") == 0:
         params["top_k"] = -1  # both mean all tokens, but SGLang knows only this value
     params |= _grammar(given.get("structured_outputs"))
@@ -116,8 +122,10 @@ def _count(given: Mapping[str, Any], name: str) -> int | None:
         return None
     if is_bool(value):
         return 1
-    if not (is_whole_number(value) and value >= 0):
-        raise BadInputError(f"{name} must be a whole number of at least 0, got {value!r}; -1 (all tokens) is refused")
+    if not (is_whole_number(value) and 0 <= value <= MAX_LOGPROBS):
+        raise BadInputError(
+            f"{name} must be a whole number from 0 to {MAX_LOGPROBS}, got {value!r:.100}; -1 (all tokens) is refused"
+        )
     return int(value)
 
 

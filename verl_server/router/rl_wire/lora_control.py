@@ -1,0 +1,120 @@
+"""`LoraControl`: the LoRA adapters that a trainer has loaded through a router, and which servers have them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+from verl_server.errors import BadInputError, NotReadyError, VerlServerError
+from verl_server.router.rl_wire.folders import LoraFiles, in_thread, read_lora_adapter
+from verl_server.router.rl_wire.server_calls import Servers, call_all
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """What each server must have under one name."""
+
+    generation: int
+    """Number of the call that has loaded or unloaded the adapter."""
+    files: tuple[str, Any] | None
+    """Folder of the adapter, and `LoraFiles.signature`. None: servers must have no adapter of this name."""
+
+
+class LoraControl:
+    """Loads adapters into all servers of a router.
+
+    A server that has missed a call is not complete: it must receive no requests until `complete` has succeeded.
+    """
+
+    def __init__(self, servers: Servers) -> None:
+        """`servers`: the servers as they are at each time."""
+        self._servers = servers
+        self._adapters: dict[str, _Adapter] = {}
+        self._loaded: dict[str, dict[str, int]] = {}
+        """The generations of the adapters that each server has, by server and by name of the adapter."""
+        self._generations = itertools.count(1)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the adapters that all servers with requests have."""
+        return {name for name, adapter in self._adapters.items() if adapter.files is not None}
+
+    def is_complete(self, server: str) -> bool:
+        """Whether a server has the current adapters, and none that was unloaded."""
+        loaded = self._loaded.get(server, {})
+        return all(loaded.get(name) == adapter.generation for name, adapter in self._adapters.items())
+
+    def forget(self, server: str) -> None:
+        """A server may have been started again, without its adapters."""
+        self._loaded.pop(server, None)
+
+    async def load(self, name: str, folder: str, files: LoraFiles) -> None:
+        """Load an adapter into all servers that answer, instead of an adapter of the same name.
+
+        When a server refuses, the adapter is unloaded from all servers.
+        """
+
+        async def replace(_: str, server: AsyncHttpServerEngineAdapter) -> None:
+            await _unload(server, name)
+            await server.load_lora_adapter(name, files.tensors, files.config)
+
+        try:
+            done = await call_all(self._servers, replace)
+        except BaseException:
+            unloaded = set[str]()
+            with contextlib.suppress(VerlServerError):
+                unloaded = await call_all(self._servers, lambda _, server: _unload(server, name))
+            self._record(name, None, unloaded)
+            raise
+        self._record(name, (folder, files.signature), done)
+
+    async def unload(self, name: str) -> None:
+        """Unload an adapter from all servers that answer, when its requests have ended."""
+        done = await call_all(self._servers, lambda _, server: _unload(server, name))
+        self._record(name, None, done)
+
+    def _record(self, name: str, files: tuple[str, Any] | None, done: Collection[str]) -> None:
+        adapter = _Adapter(next(self._generations), files)
+        for server in done:
+            self._loaded.setdefault(server, {})[name] = adapter.generation
+        if files is None and set(done) >= self._servers.keys():
+            self._adapters.pop(name, None)
+        else:
+            self._adapters[name] = adapter
+
+    async def complete(self, name: str, server: AsyncHttpServerEngineAdapter) -> None:
+        """Load into a server what it has missed. Raises NotReadyError if a folder is not as it was any more."""
+        loaded = self._loaded.setdefault(name, {})
+        listed = await server.list_lora_adapters()
+        for lora_name, adapter in list(self._adapters.items()):
+            if loaded.get(lora_name) == adapter.generation:
+                continue
+            files = None if adapter.files is None else await _read_again(lora_name, *adapter.files)
+            if lora_name in listed:
+                await server.unload_lora_adapter(lora_name)
+            if files is not None:
+                await server.load_lora_adapter(lora_name, files.tensors, files.config)
+            loaded[lora_name] = adapter.generation
+
+
+async def _read_again(name: str, folder: str, signature: Any) -> LoraFiles:
+    cause: Exception | None = None
+    try:
+        files = await in_thread(lambda: read_lora_adapter(folder), folder)
+        if files.signature == signature:
+            return files
+    except BadInputError as error:
+        cause = error
+    raise NotReadyError(
+        f"the server lacks the LoRA adapter {name!r}, and {folder} is not as it was when the adapter was loaded: load "
+        "the adapter again"
+    ) from cause
+
+
+async def _unload(server: AsyncHttpServerEngineAdapter, name: str) -> None:
+    if name in await server.list_lora_adapters():
+        await server.unload_lora_adapter(name)
