@@ -10,7 +10,8 @@ CLIENTS_LOCK := tests/srt/agent_clients/requirements.lock
 TRAINERS := .venv-trainers
 TRAINERS_TORCH := torch==2.13.0
 TRL_VENV := .venv-trl
-TRL := trl==1.16.0
+# jmespath: TRL needs it for tools with this version of transformers.
+TRL := trl==1.16.0 jmespath==1.1.0
 RL_CLIENTS := .venv-rl-clients
 RL_CLIENTS_LOCK := tests/srt/rl_clients/requirements.lock
 VLLM_VENV := .venv-vllm

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ import torch
 
 from verl_server import BadInputError, UnsupportedError
 from verl_server.integrations.trl.policy_versions import PolicyVersions
-from verl_server.integrations.trl.reward_columns import compute_rewards, score_group
+from verl_server.integrations.trl.policy_weights import require_mergeable
+from verl_server.integrations.trl.reward_columns import RewardFunctions, score_group
 from verl_server.integrations.trl.tree_attention import torch_tree_attention
 from verl_server.integrations.trl.version import TRL_VERSION, require_trl
 
@@ -27,6 +29,7 @@ TRAINER = Path(__file__).with_name("trl_trainer.py")
 #: Largest difference between log probs of trainer and server, both float32.
 MAX_GAP = 1e-4
 TIMEOUT_S = 280.0
+TRAINER_ENV = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 needs_trl = pytest.mark.skipif(
@@ -40,17 +43,24 @@ def train(folder: Path, *scenarios: str, ranks: int = 1) -> list[dict[str, Any]]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(TRAINER), str(folder), sys.executable, *scenarios]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    done = subprocess.run(command, env=TRAINER_ENV, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def has_jmespath() -> bool:
+    """Whether TRL can parse tool calls. An environment of an earlier `make setup-trainers` lacks the package."""
+    command = [str(TRL_VENV / "bin" / "python"), "-c", "import jmespath"]
+    return subprocess.run(command, env=TRAINER_ENV, capture_output=True).returncode == 0
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What happened in a process that trained with both trainers on the same two servers."""
-    return train(tmp_path_factory.mktemp("trl"), "grpo", "lora", "tools", "asynchronous", "refusals")[0]
+    scenarios = ["grpo", "lora", "adapters", "long_prompts", "asynchronous", "refusals"]
+    if has_jmespath():
+        scenarios.append("tools")
+    return train(tmp_path_factory.mktemp("trl"), *scenarios)[0]
 
 
 @needs_trl
@@ -81,7 +91,32 @@ def test_an_adapter_of_peft_is_merged_into_the_pushed_weights(result: dict[str, 
 
 
 @needs_trl
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_is_merged_without_a_change_of_the_model(result: dict[str, Any], kind: str) -> None:
+    """Only the active adapter counts. PEFT's own merge in place rounds the base model in bfloat16."""
+    nothing: dict[str, list[str]] = {"names": [], "twice": [], "wrong": [], "drifted": [], "still_merged": []}
+    assert result["adapters"][kind] == nothing
+
+
+@needs_trl
+def test_an_adapter_on_a_tied_weight_is_refused(result: dict[str, Any]) -> None:
+    tied = "model.embed_tokens.weight and lm_head.weight"
+    assert result["adapters"]["tied"].startswith(f"UnsupportedError: an adapter changes a weight that is tied: {tied}")
+
+
+@needs_trl
+def test_a_second_training_pushes_the_weights_and_long_prompts_get_short_completions(result: dict[str, Any]) -> None:
+    steps = result["long_prompts"]["steps"]
+    assert [step["versions"] for step in steps] == [[8], [9]]
+    assert max(step["gap"] for step in steps) < MAX_GAP
+    assert max(step["longest"] for step in steps) <= 2042 - 2032
+    assert result["long_prompts"]["no_room"].startswith("BadInputError: a prompt has 2042 tokens")
+
+
+@needs_trl
 def test_turns_after_tool_calls_come_from_the_servers(result: dict[str, Any]) -> None:
+    if "tools" not in result:
+        pytest.skip("the environment of TRL has no jmespath: remove .venv-trl and run make setup-trainers")
     assert result["tools"]["calls"] == [[1, 2]] * 4
     assert result["tools"]["roles"] == [["assistant", "tool", "assistant"]] * 4
     assert result["tools"]["call_frequency"] == 1.0
@@ -119,7 +154,9 @@ def test_what_cannot_work_is_refused(result: dict[str, Any], case: str, expected
 
 @needs_trl
 def test_two_trainer_ranks(tmp_path: Path) -> None:
+    """The fleet is standalone: its weights are broadcast."""
     ranks = [each["two_ranks"] for each in train(tmp_path, "two_ranks", ranks=2)]
+    assert [rank["mode"] for rank in ranks] == ["standalone", None]
     for rank in ranks:
         assert [step["versions"] for step in rank["steps"]] == [[1], [2]]
         assert max(step["gap"] for step in rank["steps"]) < MAX_GAP, "each rank got the completions of its prompts"
@@ -132,9 +169,7 @@ def test_the_example_runs(trainer: str) -> None:
     """A few steps: the reward does not rise yet."""
     command = [str(TRL_VENV / "bin" / "python"), str(ROOT / "examples" / "trl_grpo.py"), "--steps", "10"]
     command += ["--trainer", trainer, "--server-python", sys.executable]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    done = subprocess.run(command, env=TRAINER_ENV, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-6000:]
     first, last = re.findall(r"^reward: (\S+) -> (\S+)$", done.stdout, re.MULTILINE)[0]
     assert 0 < float(first) < float(last) + 0.1 < 1
@@ -163,16 +198,34 @@ def test_another_version_of_trl_is_refused(tmp_path: Path, monkeypatch: pytest.M
         require_trl()
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"is_loaded_in_4bit": True}, "quantized"),
+        ({"is_loaded_in_8bit": True}, "quantized"),
+        ({"peft_config": {"a": SimpleNamespace(is_prompt_learning=True, peft_type="P_TUNING")}}, "prompt learning"),
+        (
+            {"peft_config": {"a": SimpleNamespace(is_prompt_learning=False, trainable_token_indices=[1])}},
+            "trainable_token_indices of the adapter 'a'",
+        ),
+    ],
+)
+def test_models_whose_weights_cannot_be_merged(model: dict[str, Any], message: str) -> None:
+    require_mergeable(SimpleNamespace())
+    with pytest.raises(UnsupportedError, match=message):
+        require_mergeable(SimpleNamespace(**model))
+
+
 def test_rewards_of_a_group() -> None:
-    scores = score_group({"a": [1.0, 0.0, None, 2.0], "b": [1.0, None, None, 0.0]})
+    scores = score_group(["a", "b"], [[1.0, 0.0, None, 2.0], [1.0, None, None, 0.0]])
     assert scores.rewards[:2] == [2.0, 0.0]
     assert scores.rewards[2] != scores.rewards[2], "NaN: no function had a reward"
     assert scores.advantages[2] == 0.0
     assert sum(scores.advantages) == pytest.approx(0.0)
     assert scores.advantages[0] == pytest.approx((2 - 4 / 3) / scores.std)
-    equal = score_group({"a": [2 / 3] * 3})
+    equal = score_group(["a"], [[2 / 3] * 3])
     assert equal.advantages == pytest.approx([0.0] * 3, abs=1e-6)
-    nothing = score_group({"a": [None, None]})
+    nothing = score_group(["a"], [[None, None]])
     assert nothing.advantages == [0.0, 0.0]
 
 
@@ -183,11 +236,22 @@ def test_reward_functions_may_be_coroutines_and_must_return_a_reward_for_each_co
     def constant(completions: list[str], **_: Any) -> list[float]:
         return [1.0]
 
-    with ThreadPoolExecutor(1) as executor:
-        values = asyncio.run(compute_rewards([length, constant], executor, completions=["abc"]))
-        assert values == {"length": [3.0], "constant": [1.0]}
-        with pytest.raises(BadInputError, match="constant returned 1 rewards for 2 completions"):
-            asyncio.run(compute_rewards([constant], executor, completions=["a", "b"]))
+    rewards = RewardFunctions([length, constant])
+    assert asyncio.run(rewards.compute({"completions": ["abc"], "function": ["f"]})) == [[3.0], [1.0]]
+    assert rewards.longest_call() is None
+    with pytest.raises(BadInputError, match="constant returned 1 rewards for 2 completions"):
+        asyncio.run(RewardFunctions([constant]).compute({"completions": ["a", "b"]}))
+
+
+def test_reward_functions_of_the_same_name_both_count() -> None:
+    def score(completions: list[str], value: float, **_: Any) -> list[float]:
+        return [value] * len(completions)
+
+    rewards = RewardFunctions([functools.partial(score, value=value) for value in (1.0, 2.0, 4.0)])
+    values = asyncio.run(rewards.compute({"completions": ["abc"], "function": ["f"]}))
+    scores = score_group(rewards.names, values)
+    assert scores.rewards == [7.0]
+    assert scores.by_function == {"score": [1.0], "score_2": [2.0], "score_3": [4.0]}
 
 
 def test_versions_of_trl_and_of_the_engine() -> None:

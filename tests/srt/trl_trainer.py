@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,12 +18,24 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl_adapters import adapters
+from trl_common import (
+    COMMON,
+    TASKS,
+    KillAfterStep,
+    Recorded,
+    error_of,
+    quiet,
+    replica_gap,
+    reward,
+    sample_logs,
+    wait_until_healthy,
+)
 
-from verl_server import AdapterConfig, RolloutManager, Timeouts
-from verl_server.errors import VerlServerError
+from verl_server import AdapterConfig, Timeouts
 from verl_server.integrations.trl import (
     FleetRolloutFunc,
     FleetRolloutWorker,
@@ -38,79 +49,6 @@ from verl_server.tiny import make_model
 STEPS = 4
 CALLS_A_TOOL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": 1, "b": 2\}\}\n</tool_call>'
 SERVER: dict[str, Any] = {"dtype": "float32", "context_length": 2048, "max_total_tokens": 16384, "log_level": "warning"}
-COMMON: dict[str, Any] = {
-    "per_device_train_batch_size": 16,
-    "num_generations": 4,
-    "max_completion_length": 32,
-    "learning_rate": 1e-3,
-    "bf16": False,
-    "use_cpu": True,
-    "gradient_checkpointing": False,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-TASKS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Write {n}."}], "n": n} for n in range(64)])
-
-
-def reward(completion_ids: list[list[int]], n: list[int], **_: Any) -> list[float]:
-    """Some reward that differs between the completions."""
-    rows = zip(completion_ids, n, strict=True)
-    return [sum(token > 64 + number % 8 for token in ids) / len(ids) for ids, number in rows]
-
-
-class Recorded:
-    """A rollout function that also compares its log probs with those of the trainer's model, by its own forward."""
-
-    def __init__(self, rollout_func: FleetRolloutFunc) -> None:
-        self._rollout_func = rollout_func
-        self.steps: list[dict[str, Any]] = []
-
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        output = self._rollout_func(prompts, trainer)
-        rows = zip(output["prompt_ids"], output["completion_ids"], output["logprobs"], strict=True)
-        gap = max(log_prob_gap(trainer.model, *row) for row in rows)
-        versions = {span["version"] for spans in output["weight_versions"] for span in spans}
-        self.steps.append({"gap": gap, "versions": sorted(versions)})
-        return output
-
-
-@torch.no_grad()
-def log_prob_gap(model: Any, prompt: list[int], completion: list[int], log_probs: list[float]) -> float:
-    """Largest difference between the log probs of the server and those of the model."""
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    own = logits.float().log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
-    return float((own - torch.tensor(log_probs)).abs().max())
-
-
-class KillAfterStep(TrainerCallback):  # type: ignore[misc]
-    """Kills a server with SIGKILL as soon as it runs requests after a step."""
-
-    def __init__(self, fleet: RolloutManager, step: int) -> None:
-        self._fleet, self._step = fleet, step
-        self.killed: list[str] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._step:
-            threading.Thread(target=self._kill, daemon=True).start()
-
-    def _kill(self) -> None:
-        deadline = time.monotonic() + 30.0
-        while time.monotonic() < deadline:
-            for replica in self._fleet.status().replicas:
-                if replica.running_requests and replica.pids is not None:
-                    os.kill(replica.pids.main, signal.SIGKILL)
-                    self.killed.append(replica.name)
-                    return
-            time.sleep(0.002)
-
-
-def quiet(trainer: Any, *callbacks: Any) -> Any:
-    trainer.remove_callback(PrinterCallback)
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    return trainer
 
 
 def grpo(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
@@ -132,15 +70,6 @@ def grpo(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def replica_gap(adapter: Any, model: Any) -> float:
-    prompt = [10, 20, 30]
-    reply = adapter.generate(
-        input_ids=prompt, sampling_params={"max_new_tokens": 8, "temperature": 0.0}, return_logprob=True
-    )
-    log_probs = [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
-    return log_prob_gap(model, prompt, reply["output_ids"], log_probs)
-
-
 def lora(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
     """`GRPOTrainer` with an adapter of PEFT, which is merged for each push."""
     args = GRPOConfig(str(folder), max_steps=2, **{**COMMON, "learning_rate": 0.05})
@@ -153,19 +82,36 @@ def lora(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
     return {"steps": rollout_func.steps}
 
 
+def long_prompts(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
+    """Prompts that nearly fill the context of the servers. The trainer trains twice, with one step each."""
+    args = GRPOConfig(str(folder), max_steps=1, **{**COMMON, "per_device_train_batch_size": 4})
+
+    def make_trainer(rollout_func: Any, prompt: str) -> Any:
+        rows = Dataset.from_list([{"prompt": prompt, "n": 0}] * 4)
+        return quiet(GRPOTrainer(model, reward, args, rows, rollout_func=rollout_func))
+
+    rollout_func = Recorded(FleetRolloutFunc(servers))
+    trainer = make_trainer(rollout_func, "a" * 2032)
+    trainer.train()
+    trainer.train()
+    no_room = make_trainer(FleetRolloutFunc(servers), "a" * 2042)
+    return {"steps": rollout_func.steps, "no_room": error_of(no_room.train)}
+
+
 def two_ranks(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
     """`GRPOTrainer` on two ranks. Each rank gets the completions of its own prompts."""
     rollout_func = Recorded(FleetRolloutFunc(servers))
     args = GRPOConfig(str(folder), max_steps=2, **COMMON)
     trainer = GRPOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=TASKS, rollout_func=rollout_func)
     quiet(trainer).train()
-    return {"steps": rollout_func.steps, "error": error_of(lambda: FleetWeightTransfer(servers))}
+    mode = None if servers.fleet is None else servers.fleet.mode
+    return {"steps": rollout_func.steps, "mode": mode, "error": error_of(lambda: FleetWeightTransfer(servers))}
 
 
 def tools(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
     """`GRPOTrainer(tools=...)`: TRL runs the tool, and its second turn comes from the servers, too.
 
-    A grammar makes the random model call the tool in each turn.
+    A grammar makes the random model call the tool in each turn. No turn has room for `max_completion_length` tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
@@ -186,7 +132,7 @@ def tools(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any]:
         roles.extend([message["role"] for message in messages] for messages in completions)
         return [0.0] * len(completions)
 
-    settings = {**COMMON, "per_device_train_batch_size": 4, "max_completion_length": 400}
+    settings = {**COMMON, "per_device_train_batch_size": 4, "max_completion_length": 2000}
     args = GRPOConfig(str(folder), max_steps=1, max_tool_calling_iterations=1, **settings)
     func = FleetRolloutFunc(servers, sampling_params={"regex": CALLS_A_TOOL})
     trainer = GRPOTrainer(
@@ -278,27 +224,9 @@ def broken_reward(**_: Any) -> list[float]:
     raise RuntimeError("no judge")
 
 
-def error_of(case: Callable[[], Any]) -> str:
-    try:
-        case()
-    except VerlServerError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def sample_logs(trainer: Any) -> list[dict[str, float]]:
-    """Logs of the steps with metrics of samples."""
-    return [logs for logs in trainer.state.log_history if "reward" in logs]
-
-
-def wait_until_healthy(fleet: RolloutManager) -> None:
-    deadline = time.monotonic() + 60.0
-    while any(replica.state != "healthy" for replica in fleet.replicas):
-        assert time.monotonic() < deadline, fleet.replicas
-        time.sleep(0.02)
-
-
-SCENARIOS = {each.__name__: each for each in (grpo, lora, tools, asynchronous, refusals, two_ranks)}
+SCENARIOS = {
+    each.__name__: each for each in (grpo, lora, adapters, long_prompts, tools, asynchronous, refusals, two_ranks)
+}
 
 
 def main(folder: Path, server_python: str, names: list[str]) -> None:
@@ -309,7 +237,8 @@ def main(folder: Path, server_python: str, names: list[str]) -> None:
     model = str(make_model(folder / f"model-{rank}", weight_std=0.1))  # equal on all ranks
     config = AdapterConfig(Timeouts(generation_s=60.0), server_python=server_python)
     result: dict[str, Any] = {"modules": sorted({"sglang", "vllm"} & set(sys.modules))}
-    with start_servers(model, 2, config=config, **SERVER) as servers:
+    mode = "standalone" if names == ["two_ranks"] else "hybrid"
+    with start_servers(model, 2, mode=mode, config=config, **SERVER) as servers:
         for name in names:
             started = time.monotonic()
             result[name] = SCENARIOS[name](servers, model, folder / "output")

@@ -22,8 +22,15 @@ class Completion:
 
 
 def parse_completion(reply: Json) -> Completion:
-    """The completion of a server's reply. Raises ServerError if its log probabilities belong to other tokens."""
+    """The completion of a server's reply. Raises ServerError for a reply without tokens, and if its log
+    probabilities belong to other tokens.
+    """
     meta, token_ids = reply["meta_info"], list(reply["output_ids"])
+    if not token_ids:
+        raise ServerError(
+            f"a server has returned a completion without tokens (finish_reason: {meta.get('finish_reason')!r}): TRL "
+            "cannot train on it. Read the log of the server"
+        )
     entries = meta["output_token_logprobs"]
     if [token for _, token, *_ in entries] != token_ids:
         raise ServerError("the log probabilities of a reply belong to other tokens than its output_ids")

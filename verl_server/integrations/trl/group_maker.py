@@ -6,15 +6,15 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
 
+from verl_server.errors import BadInputError
 from verl_server.integrations.trl.completions import Completion, parse_completion
 from verl_server.integrations.trl.policy_versions import PolicyVersions
-from verl_server.integrations.trl.reward_columns import RewardFunc, Scores, compute_rewards, score_group
-from verl_server.integrations.trl.sampling import sampling_params
+from verl_server.integrations.trl.reward_columns import RewardFunctions, Scores, score_group
+from verl_server.integrations.trl.sampling import fit_into_context, sampling_params
 from verl_server.integrations.trl.texts import completion_value, prompt_token_ids
 from verl_server.router.rollout_router import RolloutRouter
 
@@ -30,37 +30,40 @@ class GroupMaker:
         self,
         router: RolloutRouter,
         args: Any,
-        reward_funcs: Sequence[RewardFunc],
+        rewards: RewardFunctions,
         tokenizer: Any,
         versions: PolicyVersions,
-        executor: Executor,
         more_params: Mapping[str, Any],
         seed: int | None,
+        max_tokens: int | None,
     ) -> None:
-        """`executor`: threads of reward functions. `more_params`: sampling parameters besides those of `args`."""
+        """`more_params`: sampling parameters besides those of `args`. `max_tokens`: as `fit_into_context` takes it."""
         self._router, self._args, self._tokenizer = router, args, tokenizer
-        self._reward_funcs, self._versions, self._executor = reward_funcs, versions, executor
+        self._rewards, self._versions, self._max_tokens = rewards, versions, max_tokens
         self._params = sampling_params(args, [tokenizer.eos_token_id], more_params)
         self._seeds = None if seed is None else random.Random(seed)
 
     async def make_group(self, row: dict[str, Any], group_id: int) -> tuple[list[Any], dict[str, Any]]:
-        """Samples of a row, which are TRL's `RolloutSample`, and metrics of their generation."""
+        """Samples of a row, which are TRL's `RolloutSample`, and metrics of their generation.
+
+        Raises BadInputError for a row without a prompt, and for a prompt that leaves no room for a completion.
+        """
+        if not row.get("prompt"):
+            raise BadInputError(f"a row of train_dataset has no prompt; its columns are {sorted(row)}")
         started, prompt = time.monotonic(), row["prompt"]
         prompt_ids = prompt_token_ids(self._tokenizer, prompt, self._args.chat_template_kwargs or {})
         completions = await self._generate(prompt_ids)
         values = [completion_value(self._tokenizer, prompt, prompt_ids, each.token_ids) for each in completions]
         generated = time.monotonic()
         columns = {name: [value] * len(values) for name, value in row.items() if name not in RESERVED_COLUMNS}
-        results = await compute_rewards(
-            self._reward_funcs,
-            self._executor,
-            prompts=[prompt] * len(values),
-            completions=values,
-            completion_ids=[each.token_ids for each in completions],
-            weight_versions=[each.weight_versions for each in completions],
-            **columns,
-        )
-        scores = score_group(results)
+        columns |= {
+            "prompts": [prompt] * len(values),
+            "completions": values,
+            "completion_ids": [each.token_ids for each in completions],
+            "weight_versions": [each.weight_versions for each in completions],
+        }
+        results = await self._rewards.compute(columns)
+        scores = score_group(self._rewards.names, results)
         samples = [
             self._sample(prompt, prompt_ids, value, completion, scores, index, group_id)
             for index, (value, completion) in enumerate(zip(values, completions, strict=True))
@@ -69,10 +72,11 @@ class GroupMaker:
 
     async def _generate(self, prompt_ids: list[int]) -> list[Completion]:
         """`num_generations` completions of one prompt, at the same time."""
-        return await asyncio.gather(*(self._generate_one(prompt_ids) for _ in range(self._args.num_generations)))
+        params = fit_into_context(self._params, len(prompt_ids), self._max_tokens)
+        calls = (self._generate_one(prompt_ids, dict(params)) for _ in range(self._args.num_generations))
+        return await asyncio.gather(*calls)
 
-    async def _generate_one(self, prompt_ids: list[int]) -> Completion:
-        params = dict(self._params)
+    async def _generate_one(self, prompt_ids: list[int], params: dict[str, Any]) -> Completion:
         if self._seeds is not None:
             params["sampling_seed"] = self._seeds.getrandbits(SEED_BITS)
         reply = await self._router.generate(

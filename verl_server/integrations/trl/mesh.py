@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from verl_server.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,3 +36,13 @@ def trainer_mesh() -> Iterator[DeviceMesh]:
     finally:
         if owns_group:
             dist.destroy_process_group()
+
+
+def require_one_gpu(args: Any) -> None:
+    """Raise UnsupportedError if this rank trains on several GPUs. `args`: the arguments of the trainer."""
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"one trainer process sees {args.n_gpu} GPUs, so that transformers would use nn.DataParallel, which "
+            "cannot work here: set CUDA_VISIBLE_DEVICES=0 for one trainer rank, or start several ranks with "
+            "`accelerate launch`. Give the servers their GPUs with start_servers(env={'CUDA_VISIBLE_DEVICES': '1'})"
+        )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from verl_server.errors import UnsupportedError
 
 #: Parts of parameter names that wrappers insert: DDP, activation checkpointing, `torch.compile`.
 WRAPPER_PARTS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+QUANTIZED = ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized")
+"""Attributes of transformers' quantized models."""
 FSDP2 = 2
 ZERO_STAGE_3 = 3
 
@@ -32,36 +34,111 @@ def require_pushable(accelerator: Any) -> None:
         )
 
 
-@contextlib.contextmanager
-def named_weights(model: Any) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+def require_mergeable(model: Any) -> None:
+    """Raise UnsupportedError for a model whose weights are not those that the servers need.
+
+    `model`: the trainer's model without wrappers of Accelerate.
+    """
+    if any(getattr(model, name, False) for name in QUANTIZED):
+        raise UnsupportedError(
+            "the trainer's model is quantized (4-bit or 8-bit), and the servers need its whole weights: load it "
+            "without a quantization_config, for example in bfloat16"
+        )
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.is_prompt_learning:
+            raise UnsupportedError(
+                f"the adapter {name!r} is prompt learning of PEFT ({config.peft_type}), which has no weights to merge: "
+                "use LoraConfig"
+            )
+        if getattr(config, "trainable_token_indices", None):
+            raise UnsupportedError(
+                f"trainable_token_indices of the adapter {name!r} are not supported: train the whole embedding with "
+                'modules_to_save=["embed_tokens"]'
+            )
+    if _is_peft(model):
+        _require_untied(model)
+
+
+def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Pairs of name and tensor of all parameters. Sharded parameters of FSDP2 are DTensors.
 
-    `model` is the trainer's model without wrappers of Accelerate. The adapters of a PEFT model are merged into its base
-    model until the end of the context.
+    `model` is the trainer's model without wrappers of Accelerate. Of a PEFT model, the pairs are the parameters of the
+    base model with the active adapters. The model itself keeps its bits, also if the caller stops before the end.
     """
     if not _is_peft(model):
-        yield ((_clean(name), parameter.detach()) for name, parameter in model.named_parameters())
+        yield from ((_clean(name), parameter.detach()) for name, parameter in model.named_parameters())
         return
-    model.merge_adapter()
-    try:
-        yield _merged_weights(model)
-    finally:
-        model.unmerge_adapter()
+    layers, merged = _adapted_layers(model), dict[int, torch.Tensor]()
+    for name, parameter in model.named_parameters():
+        base_name = _base_name(model, name)
+        if base_name is None:
+            continue
+        if id(parameter) not in merged and id(parameter) in layers:
+            merged = _merge(layers[id(parameter)])
+        yield base_name, merged.pop(id(parameter), parameter.detach())
 
 
 def _is_peft(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "merge_adapter")
 
 
-def _merged_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters of the base model of a PEFT model. The adapters and the originals of replaced modules are left out."""
-    for name, parameter in model.named_parameters():
-        base_name = _clean(name).removeprefix("base_model.model.").replace(".base_layer.", ".")
-        if model.prefix in base_name or ".original_module." in base_name:
-            continue
-        for adapter in model.active_adapters:
-            base_name = base_name.replace(f".modules_to_save.{adapter}.", ".")
-        yield base_name, parameter.detach()
+def _adapted_layers(model: Any) -> dict[int, list[Any]]:
+    """The adapter layers that change a parameter, by the `id` of the parameter. Several can wrap the same module."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: dict[int, list[Any]] = {}
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            for parameter in module.get_base_layer().parameters(recurse=False):
+                layers.setdefault(id(parameter), []).append(module)
+    return layers
+
+
+def _require_untied(model: Any) -> None:
+    """Raise UnsupportedError if an adapter changes a weight that two modules share: the servers have it once."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for parameter_id in _adapted_layers(model):
+        if len(owners[parameter_id]) > 1:
+            names = " and ".join(str(_base_name(model, name)) for name in owners[parameter_id])
+            raise UnsupportedError(
+                f"an adapter changes a weight that is tied: {names}. Leave its modules out of target_modules"
+            )
+
+
+@torch.no_grad()
+def _merge(layers: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Copies of the parameters of one module with its adapters, by the `id` of the parameter.
+
+    PEFT merges in place and subtracts afterwards, which rounds: in bfloat16 the base model would drift with each push.
+    Therefore the parameters get their old bits back.
+    """
+    parameters = list(layers[0].get_base_layer().parameters(recurse=False))
+    own = [(parameter.data, parameter.data.clone()) for parameter in parameters]
+    try:
+        for layer in layers:
+            layer.merge()
+        return {id(parameter): parameter.data.clone() for parameter in parameters}
+    finally:
+        for layer in reversed(layers):
+            if layer.merged:
+                layer.unmerge()
+        for parameter, (memory, bits) in zip(parameters, own, strict=True):
+            memory.copy_(bits)
+            parameter.data = memory
+
+
+def _base_name(model: Any, name: str) -> str | None:
+    """The name in the base model. None for parameters of adapters, and for the originals of replaced modules."""
+    name = re.sub(r"(\.base_layer)+\.", ".", _clean(name).removeprefix("base_model.model."))
+    if model.prefix in name or ".original_module." in name:
+        return None
+    if (found := re.search(r"\.modules_to_save\.([^.]+)\.", name)) is not None:
+        if found[1] not in model.active_adapters:  # TRL keeps the reference policy as the adapter "ref"
+            return None
+        name = name.replace(found[0], ".")
+    return name
 
 
 def _clean(name: str) -> str:

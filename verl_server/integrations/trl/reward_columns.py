@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from verl_server.agent.user_code import call_user_function
 from verl_server.errors import BadInputError
 
 RewardFunc = Callable[..., Any]
 """TRL's reward function: gets lists of prompts, completions and columns, and returns a reward or None for each."""
 
+NUM_THREADS = 8
+"""Maximum number of reward functions that run in threads at a time."""
 EPSILON = 1e-8
 """Added to the standard deviation of a group, so that equal rewards have no advantage."""
 
@@ -35,32 +40,48 @@ class Scores:
     """Standard deviation of the rewards. NaN without rewards."""
 
 
-async def compute_rewards(functions: Sequence[RewardFunc], executor: Executor, **columns: Any) -> dict[str, list[Any]]:
-    """The values of each reward function by its name. Functions that are not coroutines run in `executor`.
+class RewardFunctions:
+    """The reward functions of a worker, and the calls that run now."""
 
-    Raises BadInputError for a result of another length, and the errors of the functions.
-    """
-    loop = asyncio.get_running_loop()
+    def __init__(self, functions: Sequence[RewardFunc]) -> None:
+        self._functions = list(functions)
+        self.names = _unique_names([name_of(function) for function in functions])
+        """A name for each function. The second function of a name has the suffix `_2`."""
+        self._threads = asyncio.Semaphore(NUM_THREADS)
+        self._running: dict[object, tuple[str, float]] = {}
 
-    async def call(function: RewardFunc) -> list[Any]:
-        if _is_async(function):
-            values = list(await function(**columns))
-        else:
-            values = list(await loop.run_in_executor(executor, functools.partial(function, **columns)))
+    async def compute(self, columns: Mapping[str, Any]) -> list[list[Any]]:
+        """The values of each reward function. Its arguments are `columns`. Ordinary functions run in daemon threads.
+
+        Raises BadInputError for a result of another length, and the errors of the functions.
+        """
+        calls = zip(self.names, self._functions, strict=True)
+        return await asyncio.gather(*(self._call(name, function, columns) for name, function in calls))
+
+    def longest_call(self) -> tuple[str, float] | None:
+        """The name of the function that runs for the longest time, and its seconds. None if no function runs."""
+        started = min(list(self._running.values()), key=lambda call: call[1], default=None)
+        return None if started is None else (started[0], time.monotonic() - started[1])
+
+    async def _call(self, name: str, function: RewardFunc, columns: Mapping[str, Any]) -> list[Any]:
+        is_async = _is_async(function)
+        async with contextlib.nullcontext() if is_async else self._threads:
+            call = object()
+            self._running[call] = (name, time.monotonic())
+            try:
+                bound = functools.partial(function, **columns)
+                values = list(await (bound() if is_async else call_user_function(bound)))
+            finally:
+                del self._running[call]
         expected = len(columns["completions"])
         if len(values) != expected:
-            raise BadInputError(
-                f"reward function {name_of(function)} returned {len(values)} rewards for {expected} completions"
-            )
+            raise BadInputError(f"reward function {name} returned {len(values)} rewards for {expected} completions")
         return values
 
-    results = await asyncio.gather(*(call(function) for function in functions))
-    return dict(zip((name_of(function) for function in functions), results, strict=True))
 
-
-def score_group(values: dict[str, list[Any]]) -> Scores:
-    """Rewards and advantages of a group. `values`: results of the reward functions by name."""
-    table = np.array([[np.nan if value is None else float(value) for value in column] for column in values.values()])
+def score_group(names: Sequence[str], values: Sequence[Sequence[Any]]) -> Scores:
+    """Rewards and advantages of a group. `values`: the results of each reward function. `names`: their own names."""
+    table = np.array([[np.nan if value is None else float(value) for value in column] for column in values])
     has_reward = ~np.isnan(table).all(axis=0)
     rewards = np.where(has_reward, np.nansum(table, axis=0), np.nan)
     advantages, std = np.zeros(len(rewards)), float("nan")
@@ -68,7 +89,7 @@ def score_group(values: dict[str, list[Any]]) -> Scores:
         known = rewards[has_reward]
         std = float(known.std())
         advantages[has_reward] = (known - known.mean()) / (std + EPSILON)
-    by_function = dict(zip(values, table.tolist(), strict=True))
+    by_function = dict(zip(names, table.tolist(), strict=True))
     return Scores(by_function, rewards.tolist(), advantages.tolist(), std)
 
 
@@ -83,3 +104,12 @@ def name_of(function: RewardFunc) -> str:
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _unique_names(names: Sequence[str]) -> list[str]:
+    """The names, with the suffixes `_2`, `_3` and so on where a name is taken."""
+    unique: list[str] = []
+    for name in names:
+        suffixed = (f"{name}_{number}" for number in itertools.count(2))
+        unique.append(next(each for each in itertools.chain([name], suffixed) if each not in unique))
+    return unique

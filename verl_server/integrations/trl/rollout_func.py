@@ -8,7 +8,8 @@ from typing import Any
 from verl_server.errors import BadInputError
 from verl_server.integrations.trl.completions import Completion
 from verl_server.integrations.trl.generation import ServerGeneration, no_images
-from verl_server.integrations.trl.servers import RolloutServers
+from verl_server.integrations.trl.sampling import require_free_params
+from verl_server.integrations.trl.servers import RolloutServers, require_servers
 from verl_server.integrations.trl.version import require_trl
 
 
@@ -31,9 +32,11 @@ class FleetRolloutFunc:
 
         `seed`: seed of the sampling of the servers. None: other completions in each run.
 
-        Raises UnsupportedError for another version of TRL.
+        Raises UnsupportedError for another version of TRL, BadInputError.
         """
         require_trl()
+        require_servers(servers)
+        require_free_params(sampling_params or {})
         self._servers, self._more_params, self._seed = servers, dict(sampling_params or {}), seed
         self._trainer: Any = None
         self._generation: ServerGeneration | None = None
@@ -63,6 +66,7 @@ class FleetRolloutFunc:
         generation.sync_weights()
         trainer.vllm_generation, trainer._last_loaded_step = generation, trainer.state.global_step
         trainer.use_vllm, trainer.vllm_mode = True, "server"
+        trainer.add_callback(_push_after_training(trainer))
         self._trainer, self._generation = trainer, generation
         return generation
 
@@ -74,3 +78,18 @@ def _as_output(prompt_ids: list[list[int]], completions: list[Completion]) -> di
         "logprobs": [completion.log_probs for completion in completions],
         "weight_versions": [completion.weight_versions for completion in completions],
     }
+
+
+def _push_after_training(trainer: Any) -> Any:
+    """A callback of the trainer: the first generation after the end of a training pushes the weights.
+
+    TRL compares the number of the step with that of the last push. The numbers can be equal although the weights
+    differ: a second `train()` begins at step 0 again, and `load_best_model_at_end` loads other weights.
+    """
+    from transformers import TrainerCallback
+
+    class PushAfterTraining(TrainerCallback):  # type: ignore[misc]
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            trainer._last_loaded_step = -1
+
+    return PushAfterTraining()

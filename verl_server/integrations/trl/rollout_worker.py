@@ -8,25 +8,25 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, VerlServerError
 from verl_server.integrations.trl.group_maker import GroupMaker
+from verl_server.integrations.trl.mesh import require_one_gpu
 from verl_server.integrations.trl.policy_versions import PolicyVersions
-from verl_server.integrations.trl.reward_columns import RewardFunc
-from verl_server.integrations.trl.servers import RolloutServers
+from verl_server.integrations.trl.reward_columns import RewardFunc, RewardFunctions
+from verl_server.integrations.trl.servers import RolloutServers, ask_max_tokens, require_servers
 from verl_server.integrations.trl.version import require_trl
 
 logger = logging.getLogger(__name__)
 
+STOPPED = "this FleetRolloutWorker was stopped: make a new trainer and worker"
 MAX_METRICS = 4096
 """Maximum number of metrics that wait for the trainer."""
 POLL_S = 0.05
 """Seconds between two attempts to put a sample into a full buffer, and at most between two heartbeats."""
 STOP_TIMEOUT_S = 15.0
-"""Seconds for the thread to end. A reward function that takes longer delays the end of the process."""
-NUM_REWARD_THREADS = 8
+"""Seconds for the thread to end."""
 
 
 class FleetRolloutWorker:
@@ -66,6 +66,8 @@ class FleetRolloutWorker:
         Raises UnsupportedError for another version of TRL, BadInputError.
         """
         require_trl()
+        require_servers(servers)
+        require_one_gpu(args)
         if servers.fleet is None:
             raise BadInputError("FleetRolloutWorker needs the fleet, which is on rank 0: make the worker there")
         if args.token_budget is None:
@@ -85,10 +87,10 @@ class FleetRolloutWorker:
         self._engine, self._args, self._start_index = servers.engine, args, start_index
         self._dataset: Any = train_dataset
         self._versions = PolicyVersions()
-        self._executor = ThreadPoolExecutor(NUM_REWARD_THREADS, thread_name_prefix="trl rewards")
+        self._rewards = RewardFunctions(functions)
         self._maker = GroupMaker(
-            servers.fleet.router, args, functions, processing_class, self._versions, self._executor,
-            sampling_params or {}, seed)  # fmt: skip
+            servers.fleet.router, args, self._rewards, processing_class, self._versions, sampling_params or {}, seed,
+            ask_max_tokens(servers))  # fmt: skip
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(max(args.queue_maxsize, 0))
         """Samples that the trainer takes."""
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(MAX_METRICS)
@@ -103,7 +105,7 @@ class FleetRolloutWorker:
     def start(self) -> None:
         """Begin to generate. TRL calls it after the first push. Raises ShutDownError after `stop`."""
         if self._stopping.is_set():
-            raise ShutDownError("this FleetRolloutWorker was stopped: make a new one for another training")
+            raise ShutDownError(STOPPED)
         if self._thread is None:
             self._heartbeat = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="trl rollouts", daemon=True)
@@ -117,23 +119,41 @@ class FleetRolloutWorker:
             thread.join(STOP_TIMEOUT_S)
             if thread.is_alive():
                 logger.warning("the rollout worker has not ended within %g s", STOP_TIMEOUT_S)
-        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def update_model_version(self, model_version: int) -> None:
         """Tell the version of the weights that the servers have now, as TRL counts it."""
         self._versions.set(model_version, self._engine.weight_version)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error of the worker if it has failed, and DeadlineError if it hangs for `stale_after_s` seconds."""
+        """Raise the error of the worker if it has failed, and ShutDownError after `stop`.
+
+        Raises DeadlineError if the worker gives no sign of life for `stale_after_s` seconds, and if a reward function
+        does not return for so long.
+        """
+        has_ended = self._thread is not None and not self._thread.is_alive()  # asked first: an error comes before it
         if self._error is not None:
             if isinstance(self._error, VerlServerError):
                 raise self._error
             message = f"the rollout worker failed: {type(self._error).__name__}: {self._error}"
             raise VerlServerError(message) from self._error
+        if self._stopping.is_set():
+            raise ShutDownError(STOPPED)
+        if self._thread is None:
+            return
+        if has_ended:
+            raise VerlServerError("the thread of the rollout worker has ended without an error")
         age = time.monotonic() - self._heartbeat
-        if self._thread is not None and age > stale_after_s:
+        if age > stale_after_s:
             raise DeadlineError(
                 f"the rollout worker has given no sign of life for {age:.0f} s", operation="rollout", seconds=age
+            )
+        name, running_s = self._rewards.longest_call() or ("", 0.0)
+        if running_s > stale_after_s:
+            raise DeadlineError(
+                f"reward function {name} has not returned for {running_s:.0f} s. If it needs this time, raise "
+                "AsyncGRPOConfig(heartbeat_stale_after_s=...)",
+                operation=name,
+                seconds=running_s,
             )
 
     # -- the thread of the worker ------------------------------------------------------------------------

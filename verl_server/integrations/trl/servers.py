@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_server.config import AdapterConfig, RecoveryConfig, RouterConfig, WeightsConfig
+from verl_server.adapter.engine import get_engine
+from verl_server.adapter.sglang.capabilities import max_request_tokens
+from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig, Timeouts, WeightsConfig
 from verl_server.engine.verl_engine import VerlEngine
+from verl_server.errors import BadInputError
 from verl_server.integrations.trl.mesh import trainer_mesh
 from verl_server.integrations.trl.version import require_trl
+from verl_server.rollout.fleet import Event
+from verl_server.rollout.launchers.base import Launcher
 from verl_server.rollout.manager import RolloutManager
+from verl_server.rollout.modes import capabilities_of, parse_mode
+from verl_server.type_checks import check_arguments
+from verl_server.validation import require_whole_number
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+RANKS_S = 1800.0
+"""Default of `Timeouts.ranks_s` under TRL, in seconds: that of `ddp_timeout`. A rank that saves arrives late."""
+OF_ENGINE = ("launch_server", "servers", "fleet", "nnodes", "device_mesh_cpu")
+"""Arguments of `VerlEngine` that `start_servers` chooses."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +45,20 @@ class RolloutServers:
 
 
 @contextlib.contextmanager
+@check_arguments()
 def start_servers(
     model_path: str | Path,
     replicas: int = 1,
     *,
+    mode: RolloutMode | str | None = RolloutMode.HYBRID,
+    launcher: Launcher | None = None,
     config: AdapterConfig | None = None,
     weights: WeightsConfig | None = None,
     recovery: RecoveryConfig | None = None,
     router: RouterConfig | None = None,
+    router_process: bool = False,
+    on_event: Callable[[Event], None] = lambda event: None,
+    env: Mapping[str, str] | None = None,
     **server_args: Any,
 ) -> Iterator[RolloutServers]:
     """Start servers for a TRL trainer, and end them at the end of the context. Call it on all trainer ranks.
@@ -46,11 +66,16 @@ def start_servers(
     Args:
         model_path: Checkpoint that the trainer starts from.
         replicas: Number of servers. A server that ends is started again with the current weights.
+        mode: `"hybrid"` for servers on the trainer's GPUs, `"standalone"` for servers with GPUs of their own.
+        launcher: Starts the servers, for example a `verl_server.ray.RayLauncher` on other machines. None: this machine.
         config: Settings of each server, for example `AdapterConfig(server_python=...)` for servers in another
-            environment than the trainer, and `engine_kind="vllm"`.
+            environment than the trainer, and `engine_kind="vllm"`. A `Timeouts.ranks_s` that is not set is `RANKS_S`.
         weights: How weights travel to the servers.
         recovery: When a server counts as stalled, and how often it is started again.
         router: How requests are distributed over the servers.
+        router_process: Also serve the router over HTTP, see `RolloutManager`.
+        on_event: Called on rank 0 with each change of a server's state, see `RolloutManager`.
+        env: Environment variables of the servers: `{"CUDA_VISIBLE_DEVICES": "1,2"}` chooses their GPUs.
         server_args: Arguments of the engine's server, for example `dtype="bfloat16"` and `context_length=8192`.
 
     Raises UnsupportedError for another version of TRL, BadInputError, StartupError, DeadlineError.
@@ -58,12 +83,55 @@ def start_servers(
     require_trl()
     config = config or AdapterConfig()
     server_args = {"model_path": str(model_path), **server_args}
+    _require_startable(mode, replicas, config, server_args)
     with trainer_mesh() as mesh, contextlib.ExitStack() as stack:
         fleet = None
         if mesh.get_local_rank() == 0:
-            manager = RolloutManager(replicas, config=config, recovery=recovery, router=router, **server_args)
+            manager = RolloutManager(
+                replicas, mode=mode, launcher=launcher, config=config, recovery=recovery, router=router,
+                router_process=router_process, on_event=on_event, env=env, **server_args)  # fmt: skip
             fleet = stack.enter_context(manager)
         engine = VerlEngine(
-            mesh, fleet=fleet, weights=weights, timeouts=config.timeouts, engine_kind=config.engine_kind, **server_args
-        )
+            mesh, fleet=fleet, weights=weights, timeouts=rank_timeouts(config.timeouts), engine_kind=config.engine_kind,
+            **server_args)  # fmt: skip
         yield RolloutServers(stack.enter_context(engine), fleet, mesh)
+
+
+def _require_startable(
+    mode: RolloutMode | str | None, replicas: int, config: AdapterConfig, server_args: Mapping[str, Any]
+) -> None:
+    """Raise BadInputError on all ranks for arguments that rank 0, or the engine after the start, would refuse."""
+    require_whole_number("replicas", replicas)
+    if not capabilities_of(parse_mode(mode)).takes_weights:
+        raise BadInputError(f"a fleet of mode={str(mode)!r} takes no weights: use 'hybrid' or 'standalone'")
+    of_config = [item.name for item in dataclasses.fields(AdapterConfig)]
+    for name in server_args:
+        if name in of_config:
+            raise BadInputError(f"{name} is no argument of a server: pass config=AdapterConfig({name}=...)")
+        if name in OF_ENGINE:
+            raise BadInputError(f"start_servers chooses {name} itself: leave it out")
+    get_engine(config.engine_kind).validate_fleet_args(server_args)
+
+
+def rank_timeouts(timeouts: Timeouts) -> Timeouts:
+    """The timeouts of the engine: a `ranks_s` that has its default becomes `RANKS_S`."""
+    is_set = timeouts.ranks_s != Timeouts().ranks_s
+    return timeouts if is_set else dataclasses.replace(timeouts, ranks_s=RANKS_S)
+
+
+def require_servers(servers: object) -> None:
+    """Raise BadInputError unless `servers` are the servers of `start_servers`, and not its context."""
+    if not isinstance(servers, RolloutServers):
+        raise BadInputError(
+            "servers must be RolloutServers: write `with start_servers(...) as servers:` and train inside; got "
+            f"{type(servers).__name__}"
+        )
+
+
+def ask_max_tokens(servers: RolloutServers) -> int | None:
+    """Maximum number of tokens of a prompt with its completion, which a server tells.
+
+    None on ranks without a server, and if the server does not tell it.
+    """
+    adapter = servers.engine.adapter
+    return None if adapter is None else max_request_tokens(adapter.get_server_info())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from verl_server.config import PauseMode
 from verl_server.errors import UnsupportedError
-from verl_server.integrations.trl.servers import RolloutServers
+from verl_server.integrations.trl.servers import RolloutServers, require_servers
 from verl_server.integrations.trl.version import require_trl
 from verl_server.types import WeightUpdateResult
 
@@ -26,9 +26,10 @@ class FleetWeightTransfer:
         """`pause_mode`: what happens to running generations. `retract`: their KV cache is computed again with the new
         weights. `in_place`: they continue with the KV cache of the old weights, which is faster.
 
-        Raises UnsupportedError for another version of TRL, and for several trainer ranks.
+        Raises UnsupportedError for another version of TRL, and for several trainer ranks; BadInputError.
         """
         require_trl()
+        require_servers(servers)
         if servers.mesh.size() > 1:
             raise UnsupportedError(
                 "AsyncGRPOTrainer sends the weights from rank 0 alone, which VerlEngine on several ranks cannot do: "

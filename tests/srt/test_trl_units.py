@@ -1,0 +1,298 @@
+"""TRL's integration without TRL and without servers."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_server import (
+    AdapterConfig,
+    BadInputError,
+    DeadlineError,
+    LocalLauncher,
+    ShutDownError,
+    Timeouts,
+    UnsupportedError,
+)
+from verl_server.errors import ServerError, VerlServerError
+from verl_server.integrations.trl import (
+    FleetRolloutFunc,
+    FleetRolloutWorker,
+    FleetWeightTransfer,
+    RolloutServers,
+    rollout_func,
+    rollout_worker,
+    servers,
+    start_servers,
+    weight_transfer,
+)
+from verl_server.integrations.trl.completions import parse_completion
+from verl_server.integrations.trl.mesh import require_one_gpu
+from verl_server.integrations.trl.sampling import fit_into_context
+
+MAX_TOKENS = 10
+
+
+@pytest.fixture(autouse=True)
+def trl_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version check passes, and TRL's class of a sample takes any fields."""
+    for module in (rollout_func, rollout_worker, servers, weight_transfer):
+        monkeypatch.setattr(module, "require_trl", lambda: None)
+    module = ModuleType("async_rollout_worker")
+    module.RolloutSample = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trl.experimental.async_grpo.async_rollout_worker", module)
+
+
+# -- start of the servers ------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Takes the place of a manager or an engine, and keeps its arguments."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Recorder:
+        self.arguments = kwargs
+        return self
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> tuple[Recorder, Recorder]:
+    """The manager and the engine that `start_servers` makes."""
+    manager, engine = Recorder(), Recorder()
+    mesh = SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 1)
+    monkeypatch.setattr(servers, "trainer_mesh", lambda: contextlib.nullcontext(mesh))
+    monkeypatch.setattr(servers, "RolloutManager", manager)
+    monkeypatch.setattr(servers, "VerlEngine", engine)
+    return manager, engine
+
+
+def test_the_arguments_of_the_fleet_do_not_go_to_the_engine(started: tuple[Recorder, Recorder]) -> None:
+    manager, engine = started
+    events: list[Any] = []
+    of_fleet: dict[str, Any] = {
+        "mode": "standalone",
+        "launcher": LocalLauncher(),
+        "router_process": True,
+        "on_event": events.append,
+        "env": {"CUDA_VISIBLE_DEVICES": "1"},
+    }
+    with start_servers("model", 2, context_length=64, **of_fleet):
+        pass
+    assert {name: manager.arguments[name] for name in of_fleet} == of_fleet
+    assert not of_fleet.keys() & engine.arguments.keys()
+    assert engine.arguments["fleet"] is manager
+    assert manager.arguments["context_length"] == engine.arguments["context_length"] == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "colocated"}, "mode='colocated' takes no weights"),
+        ({"mode": "standalon"}, "mode must be one of"),
+        ({"engine_kind": "vllm"}, r"pass config=AdapterConfig\(engine_kind=...\)"),
+        ({"fleet": None}, "start_servers chooses fleet itself"),
+        ({"replicas": 0}, "replicas must be a whole number of at least 1"),
+        ({"weights": "disk"}, "weights must be a WeightsConfig"),
+        ({"port": 8000}, "each replica chooses a free port"),
+    ],
+)
+def test_arguments_are_refused_before_a_server_starts(
+    started: tuple[Recorder, Recorder], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadInputError, match=message), start_servers("model", **arguments):
+        pass
+    assert not started[0].arguments
+
+
+@pytest.mark.parametrize(("given", "expected"), [(Timeouts(), 1800.0), (Timeouts(ranks_s=20.0), 20.0)])
+def test_ranks_wait_as_long_as_trl(started: tuple[Recorder, Recorder], given: Timeouts, expected: float) -> None:
+    with start_servers("model", config=AdapterConfig(given)):
+        pass
+    assert started[1].arguments["timeouts"].ranks_s == expected
+
+
+def test_start_servers_without_with_is_explained(started: tuple[Recorder, Recorder]) -> None:
+    context: Any = start_servers("model")
+    makers: list[Callable[[], Any]] = [
+        lambda: FleetRolloutFunc(context),
+        lambda: FleetWeightTransfer(context),
+        lambda: FleetRolloutWorker(context, None, None, _reward, None),
+    ]
+    for make in makers:
+        with pytest.raises(BadInputError, match=r"write `with start_servers\(...\) as servers:`"):
+            make()
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["temperature", "n", "max_new_tokens", "sampling_seed"])
+def test_sampling_params_cannot_replace_those_of_the_trainer(name: str) -> None:
+    with pytest.raises(BadInputError, match=f"sampling_params must not have {name}: "):
+        FleetRolloutFunc(_servers(FakeRouter()), sampling_params={name: 1})
+    with pytest.raises(BadInputError, match=f"sampling_params must not have {name}: "):
+        _worker(FakeRouter(), sampling_params={name: 1})
+
+
+def test_one_trainer_process_on_several_gpus() -> None:
+    require_one_gpu(SimpleNamespace(n_gpu=1))
+    with pytest.raises(UnsupportedError, match="one trainer process sees 2 GPUs"):
+        _worker(FakeRouter(), n_gpu=2)
+
+
+def test_replies_without_tokens() -> None:
+    meta = {"output_token_logprobs": [], "weight_version": 1, "finish_reason": {"type": "abort"}}
+    with pytest.raises(ServerError, match=r"a completion without tokens .*abort"):
+        parse_completion({"output_ids": [], "meta_info": meta})
+
+
+# -- the room in the context ---------------------------------------------------------------------------
+
+
+def test_a_completion_gets_the_room_that_the_prompt_leaves() -> None:
+    params = {"max_new_tokens": 8, "temperature": 1.0}
+    assert fit_into_context(params, 7, None) == params
+    assert fit_into_context(params, 2, MAX_TOKENS) == params
+    assert fit_into_context(params, 7, MAX_TOKENS) == {"max_new_tokens": 3, "temperature": 1.0}
+    with pytest.raises(BadInputError, match=r"a prompt has 10 tokens.* and the servers take 10 tokens"):
+        fit_into_context(params, 10, MAX_TOKENS)
+
+
+def test_the_worker_asks_a_server_for_the_context() -> None:
+    router = FakeRouter()
+    with running(_worker(router, rows=[{"prompt": "1234567"}])) as worker:
+        sample = worker.rollout_buffer.get(timeout=30.0)
+    assert sample.input_ids.tolist() == [49, 50, 51, 52, 53, 54, 55, 65]
+    assert router.params[0]["max_new_tokens"] == 3
+
+
+# -- the worker ----------------------------------------------------------------------------------------
+
+
+class FakeRouter:
+    """Answers each request with the token 65."""
+
+    def __init__(self) -> None:
+        self.params: list[dict[str, Any]] = []
+
+    async def generate(self, *, sampling_params: dict[str, Any], **_: Any) -> dict[str, Any]:
+        self.params.append(sampling_params)
+        return {"output_ids": [65], "meta_info": {"output_token_logprobs": [[-1.0, 65, None]], "weight_version": 1}}
+
+
+class FakeTokenizer:
+    """A token for each byte."""
+
+    eos_token_id, pad_token_id = 1, 0
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return bytes(token_ids).decode()
+
+
+def _servers(router: FakeRouter) -> RolloutServers:
+    adapter = SimpleNamespace(get_server_info=lambda: {"max_req_input_len": MAX_TOKENS})
+    engine: Any = SimpleNamespace(adapter=adapter, weight_version=1)
+    fleet: Any = SimpleNamespace(router=router)
+    mesh: Any = SimpleNamespace(size=lambda: 1)
+    return RolloutServers(engine, fleet, mesh)
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def _worker(
+    router: FakeRouter,
+    *,
+    rows: list[dict[str, Any]] | None = None,
+    reward: Callable[..., Any] = _reward,
+    sampling_params: dict[str, Any] | None = None,
+    **more: Any,
+) -> FleetRolloutWorker:
+    settings = {
+        "n_gpu": 1, "token_budget": 0, "queue_maxsize": 4, "num_generations": 2, "max_inflight_tasks": 2,
+        "request_timeout": 60, "max_completion_length": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
+        "repetition_penalty": 1.0, "chat_template_kwargs": None, **more,
+    }  # fmt: skip
+    return FleetRolloutWorker(
+        _servers(router), SimpleNamespace(**settings), rows or [{"prompt": "1"}], reward, FakeTokenizer(),
+        sampling_params=sampling_params,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def running(worker: FleetRolloutWorker) -> Iterator[FleetRolloutWorker]:
+    worker.start()
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+def _health_error(worker: FleetRolloutWorker, stale_after_s: float = 30.0) -> VerlServerError:
+    """The error that `check_health` raises in the next seconds."""
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        try:
+            worker.check_health(stale_after_s)
+        except VerlServerError as error:
+            return error
+        time.sleep(0.02)
+    raise AssertionError("the worker is healthy")
+
+
+def test_a_stopped_worker_is_not_healthy() -> None:
+    """A second `train()` would otherwise wait for samples without end."""
+    with running(_worker(FakeRouter())) as worker:
+        worker.rollout_buffer.get(timeout=30.0)
+        worker.check_health(30.0)
+    with pytest.raises(ShutDownError, match="this FleetRolloutWorker was stopped: make a new trainer and worker"):
+        worker.check_health(30.0)
+    with pytest.raises(ShutDownError):
+        worker.start()
+
+
+def test_a_thread_that_has_ended_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FleetRolloutWorker, "_run", lambda self: None)
+    with running(_worker(FakeRouter())) as worker:
+        assert "has ended without an error" in str(_health_error(worker))
+
+
+def test_a_reward_function_that_never_returns_is_named() -> None:
+    returns = threading.Event()
+
+    def judge(completions: list[str], **_: Any) -> list[float]:
+        assert threading.current_thread().daemon, "it does not hold up the end of the process"
+        returns.wait()
+        return [0.0] * len(completions)
+
+    with running(_worker(FakeRouter(), reward=judge)) as worker:
+        error = _health_error(worker, stale_after_s=1.0)
+    returns.set()
+    assert isinstance(error, DeadlineError)
+    assert error.message.startswith("reward function judge has not returned for 1 s"), error
+
+
+def test_a_row_without_a_prompt() -> None:
+    with running(_worker(FakeRouter(), rows=[{"question": "1"}])) as worker:
+        error = _health_error(worker)
+    assert isinstance(error, BadInputError)
+    assert error.message == "a row of train_dataset has no prompt; its columns are ['question']"
