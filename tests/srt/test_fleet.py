@@ -178,8 +178,8 @@ def test_invalid_requests_are_refused(bad: dict[str, Any], message: str, fleet: 
 
 
 def test_invalid_fleets_are_refused(tiny: Callable[..., Path], fleet: Any) -> None:
-    with pytest.raises(BadInputError, match="replicas must be a whole number of at least 1"):
-        RolloutManager(0, model_path=str(tiny("qwen3")))
+    with pytest.raises(BadInputError, match="replicas must be a whole number of at least 0"):
+        RolloutManager(-1, model_path=str(tiny("qwen3")))
     with pytest.raises(BadInputError, match="there is no replica 'nobody'"):
         fleet.remove_replica("nobody")
     for bad, message in (
