@@ -63,7 +63,9 @@ def run(folder: Path, steps: int) -> list[dict[str, float]]:
     command: list[str | Path] = [
         VERL_PYTHON, ROOT / "examples" / "verl_demo.py", f"--ranks={RANKS}", f"--steps={steps}", f"--model={model}",
         f"--output={folder}", "--", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.rollout.n=2", "trainer.val_before_train=False", "trainer.test_freq=-1",
+        "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4", "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
     ]  # fmt: skip
     process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True)
     try:
@@ -128,8 +130,8 @@ def report(options: Options, machine: Json, steps: list[dict[str, float]], num_b
         targets=targets,
         samples=samples,
     )
-    title = f"verl {machine['versions']['verl']}, {RANKS} ranks, {RANKS} servers, {num_bytes / 1e6:.0f} MB of weights"
-    figure, axes = new_figure(2, title, width=4.0)
+    title = f"verl {machine['versions']['verl']}, {RANKS} servers, {num_bytes / 1e6:.0f} MB of weights"
+    figure, axes = new_figure(2, title, width=5.5)
     for axis, (name, kinds) in zip(axes, summaries.items(), strict=True):
         series = {kind: [summary] for kind, summary in kinds.items()}
         grouped_bars(axis, [""], series, title=f"seconds for each {name}", ylabel="seconds", colours=COLOURS)
