@@ -188,7 +188,7 @@ def draw(steps: Sequence[dict[str, float]], path: Path, title: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="verl's GRPO trainer with the rollout verl_server")
     parser.add_argument("--ranks", type=int, default=1, help="trainer ranks, each with one server (default: 1)")
-    parser.add_argument("--steps", type=int, default=30, help="training steps (default: 30)")
+    parser.add_argument("--steps", type=int, default=40, help="training steps (default: 40)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model and of the questions (default: 0)")
     parser.add_argument("--model", type=Path, help="folder of another model than the tiny random one")
     parser.add_argument("--output", type=Path, default=Path("demo_output/verl"), help="folder for the results")
