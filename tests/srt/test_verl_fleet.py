@@ -46,6 +46,11 @@ LONG = 1500
 RESTART_S = 120.0
 
 
+def get(references: Any, timeout: float = RESTART_S) -> Any:
+    """`ray.get` with a deadline: no signal of a test's time limit ends it."""
+    return ray.get(references, timeout=timeout)
+
+
 class PlainFleetActor(FleetActor):
     """The actor, whose outputs also come as JSON: verl's own class is not installed here."""
 
@@ -105,10 +110,10 @@ def actor(nodes: list[str], tiny: Callable[..., Path]) -> Iterator[Any]:
             .options(name=NAME, num_cpus=0, max_concurrency=1000, scheduling_strategy=here)
             .remote(make_spec(tiny("qwen3")))
         )
-        ray.get([handle.add_replica.remote(f"replica_{rank}", [NodePlace(node)]) for rank, node in enumerate(nodes)])
+        get([handle.add_replica.remote(f"replica_{rank}", [NodePlace(node)]) for rank, node in enumerate(nodes)])
         yield handle
         with contextlib.suppress(ray.exceptions.RayError):  # the last test kills it
-            ray.get(handle.shutdown.remote())
+            get(handle.shutdown.remote())
         ray.kill(handle)
 
 
@@ -145,56 +150,56 @@ def ask(actor: Any, prompt: Sequence[int] = PROMPT, replica: str = "replica_0", 
 
 def test_tokens_carry_the_step_of_their_weights(actor: Any, trainer: Trainer) -> None:
     trainer.push(step=3, seed=1)
-    outputs = ray.get([ask(actor, max_tokens=12, replica=f"replica_{rank}") for rank in (0, 1)])
+    outputs = get([ask(actor, max_tokens=12, replica=f"replica_{rank}") for rank in (0, 1)])
     for output in outputs:
         assert output["token_ids"] == trainer.expected(PROMPT, 12)
         assert len(output["log_probs"]) == 12
         assert output["stop_reason"] == "length"
         steps = {name: output["extra_fields"][name] for name in ("global_steps", "min_global_steps")}
         assert steps == {"global_steps": 3, "min_global_steps": 3}
-    assert len(ray.get(ask(actor))["token_ids"]) == 16, "without a limit, verl's response length"
-    assert ray.get(ask(actor, max_tokens=0))["token_ids"] == []
+    assert len(get(ask(actor))["token_ids"]) == 16, "without a limit, verl's response length"
+    assert get(ask(actor, max_tokens=0))["token_ids"] == []
 
 
 def test_the_actor_owns_sleep_and_wake(actor: Any, trainer: Trainer) -> None:
     """`sleep` comes from verl's replicas, `resume` and the update from the trainer ranks."""
     trainer.push(step=4, seed=2)
-    ray.get([actor.sleep.remote(), actor.sleep.remote()])
+    get([actor.sleep.remote(), actor.sleep.remote()])
     waiting = ask(actor, max_tokens=12)
     asyncio.run(trainer.engine.resume(["weights"]))
     trainer.push(step=5, seed=3)
     done, _ = ray.wait([waiting], timeout=0.3)
-    assert not done, f"a request has ended while the KV cache is released: {ray.get(done)}"
+    assert not done, f"a request has ended while the KV cache is released: {get(done)}"
     asyncio.run(trainer.engine.resume(["kv_cache"]))
-    output = ray.get(waiting, timeout=60)
+    output = get(waiting, timeout=60)
     assert output["token_ids"] == trainer.expected(PROMPT, 12)
     assert output["extra_fields"]["global_steps"] == 5
-    ray.get(actor.resume_kv_cache.remote())  # nothing is released: nothing happens
+    get(actor.resume_kv_cache.remote())  # nothing is released: nothing happens
 
 
 def test_aborted_requests_return_what_they_have(actor: Any, trainer: Trainer) -> None:
     trainer.push(step=6, seed=4)
     running = [ask(actor, max_tokens=LONG, replica=f"replica_{rank}") for rank in (0, 1)]
-    wait_until(lambda: ray.get(actor.num_running.remote()) == 2, 30.0, "the requests do not run")
+    wait_until(lambda: get(actor.num_running.remote()) == 2, 30.0, "the requests do not run")
     time.sleep(0.4)
-    ray.get(actor.abort_all_requests.remote())
+    get(actor.abort_all_requests.remote())
     whole = trainer.expected(PROMPT, LONG)
-    for output in ray.get(running):
+    for output in get(running):
         assert output["stop_reason"] == "abort"
         assert len(output["token_ids"]) < LONG
         assert output["token_ids"] == whole[: len(output["token_ids"])]
         assert len(output["log_probs"]) == len(output["token_ids"])
     held = ask(actor, max_tokens=4)
-    ray.get(actor.sleep.remote())
+    get(actor.sleep.remote())
     asyncio.run(trainer.engine.resume(["weights"]))
     trainer.push(step=7, seed=5)
     asyncio.run(trainer.engine.resume(["kv_cache"]))
     assert ray.wait([held], timeout=0.3)[0] == [], "requests wait until verl resumes the generation"
-    ray.get(actor.abort_all_requests.remote(reject_request=True))
-    for rejected in ray.get([held, ask(actor, max_tokens=4)]):
+    get(actor.abort_all_requests.remote(reject_request=True))
+    for rejected in get([held, ask(actor, max_tokens=4)]):
         assert (rejected["token_ids"], rejected["stop_reason"]) == ([], "abort"), "verl asks another replica"
-    ray.get(actor.resume_generation.remote())
-    assert ray.get(ask(actor, max_tokens=4))["token_ids"] == trainer.expected(PROMPT, 4)
+    get(actor.resume_generation.remote())
+    assert get(ask(actor, max_tokens=4))["token_ids"] == trainer.expected(PROMPT, 4)
 
 
 def test_a_finished_request_is_not_aborted(actor: Any, trainer: Trainer) -> None:
@@ -205,9 +210,9 @@ def test_a_finished_request_is_not_aborted(actor: Any, trainer: Trainer) -> None
     for burst in range(12):
         running = [ask(actor, max_tokens=8, replica=f"replica_{index % 2}") for index in range(24)]
         ray.wait(running, num_returns=2 * burst + 1)
-        ray.get(actor.abort_all_requests.remote())
-        ray.get(actor.resume_generation.remote())  # requests that came after the abort have waited
-        outputs += ray.get(running)
+        get(actor.abort_all_requests.remote())
+        get(actor.resume_generation.remote())  # requests that came after the abort have waited
+        outputs += get(running)
     for output in outputs:
         assert output["token_ids"] == whole[: len(output["token_ids"])]
         assert (output["stop_reason"] == "length") == (len(output["token_ids"]) == 8)
@@ -215,11 +220,11 @@ def test_a_finished_request_is_not_aborted(actor: Any, trainer: Trainer) -> None
 
 
 def main_pids(actor: Any) -> list[int]:
-    return [replica["main_pid"] for replica in ray.get(actor.describe.remote())["status"]]
+    return [replica["main_pid"] for replica in get(actor.describe.remote())["status"]]
 
 
 def states(actor: Any) -> list[tuple[str, int]]:
-    return [(replica["state"], replica["weight_version"]) for replica in ray.get(actor.describe.remote())["status"]]
+    return [(replica["state"], replica["weight_version"]) for replica in get(actor.describe.remote())["status"]]
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["own_node", "other_node"])
@@ -231,27 +236,27 @@ def test_a_killed_server_costs_no_request(actor: Any, trainer: Trainer, victim: 
     killed = main_pids(actor)[victim]
     os.kill(killed, signal.SIGKILL)
     whole = trainer.expected(PROMPT, LONG)
-    for output in ray.get(running, timeout=RESTART_S):
+    for output in get(running, timeout=RESTART_S):
         assert output["token_ids"] == whole
         assert output["extra_fields"]["min_global_steps"] == output["extra_fields"]["global_steps"] == 8
     version = max(weight_version for _, weight_version in states(actor))
     wait_until(lambda: states(actor) == [("healthy", version)] * 2, RESTART_S, "the server has no weights")
     assert killed not in main_pids(actor)
-    outputs = ray.get([ask(actor, max_tokens=12, replica=f"replica_{rank}") for rank in (0, 1) for _ in range(4)])
+    outputs = get([ask(actor, max_tokens=12, replica=f"replica_{rank}") for rank in (0, 1) for _ in range(4)])
     assert all(output["token_ids"] == whole[:12] for output in outputs)
 
 
 def test_servers_that_end_asleep_are_started_at_the_resume(actor: Any, trainer: Trainer) -> None:
     """No server runs at the update. They get the weights from the memory of the trainer when they are ready."""
     trainer.push(step=9, seed=7)
-    ray.get(actor.sleep.remote())
+    get(actor.sleep.remote())
     for pid in main_pids(actor):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: "healthy" not in dict(states(actor)), RESTART_S, "the end of the servers is not noticed")
     asyncio.run(trainer.engine.resume(["weights"]))
     trainer.push(step=10, seed=8)
     asyncio.run(trainer.engine.resume(["kv_cache"]))
-    output = ray.get(ask(actor, max_tokens=12), timeout=RESTART_S)
+    output = get(ask(actor, max_tokens=12), timeout=RESTART_S)
     assert output["token_ids"] == trainer.expected(PROMPT, 12)
     assert output["extra_fields"]["global_steps"] == 10
     wait_until(lambda: [state for state, _ in states(actor)] == ["healthy"] * 2, RESTART_S, "a server is not started")
@@ -259,9 +264,9 @@ def test_servers_that_end_asleep_are_started_at_the_resume(actor: Any, trainer: 
 
 def test_wrong_requests_are_refused(actor: Any) -> None:
     with pytest.raises(BadInputError, match=r"3000 tokens, but the context of the model has 2048; lower data.max_pro"):
-        ray.get(ask(actor, prompt=[5] * 3000))
+        get(ask(actor, prompt=[5] * 3000))
     with pytest.raises(UnsupportedError, match="does not support video_data"):
-        ray.get(actor.generate_plain.remote("id", PROMPT, {}, video_data=["frames"]))
+        get(actor.generate_plain.remote("id", PROMPT, {}, video_data=["frames"]))
     fleet = RayFleet(actor, timeout_s=30.0)
     with pytest.raises(BadInputError, match="replica 'replica_0' already"):
         fleet.wait(actor.add_replica.remote("replica_0", []), "add_replica")
@@ -321,8 +326,8 @@ def test_the_end_of_the_actor_is_explained(actor: Any, trainer: Trainer) -> None
     time.sleep(3.0)
     assert runner.poll() is None, "a fleet that serves is not lost"
     with ThreadPoolExecutor(1) as pool:
-        ray.get(actor.sleep.remote())
-        os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        get(actor.sleep.remote())
+        os.kill(get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         update = pool.submit(asyncio.run, trainer.engine.resume(["weights"]))
         with pytest.raises(ServerDiedError, match="the actor of the fleet has ended"):
             update.result(timeout=60)
