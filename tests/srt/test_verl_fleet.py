@@ -12,9 +12,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import PIPE
@@ -301,6 +302,39 @@ def test_a_trainer_that_does_not_answer_ends_no_server(monkeypatch: pytest.Monke
             running.result()
     assert not isinstance(not_taken.value, DeadlineError)
     assert not isinstance(not_done.value, DeadlineError)
+
+
+class UnavailableActor:
+    """An actor of Ray whose first call for a job fails, as a call does while a node is busy."""
+
+    def __init__(self) -> None:
+        failed: Future[Any] = Future()
+        failed.set_exception(ray.exceptions.ActorUnavailableError("busy", None))
+        job: Future[Any] = Future()
+        job.set_result(("job", "publication"))
+        self.answers = [failed, job]
+        self.finished = threading.Event()
+        self.next_job = self.finish_job = self
+
+    def remote(self, *args: Any) -> Any:
+        if len(args) == 2:
+            self.finished.set()
+        return self
+
+    def future(self) -> Future[Any]:
+        return self.answers.pop(0) if self.answers else Future()
+
+
+def test_an_actor_that_was_unavailable_is_asked_again_for_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_server.integrations.verl.ray_fleet.JOB_WAIT_S", 0.05)
+    monkeypatch.setattr("verl_server.integrations.verl.ray_fleet.JOB_TIMEOUT_S", 0.05)
+    actor = UnavailableActor()
+    fleet = RayFleet(actor, timeout_s=1.0)
+    threading.Thread(target=fleet._run_jobs, daemon=True).start()
+    try:
+        assert actor.finished.wait(5.0), "the thread has ended, or waits for the failed call"
+    finally:
+        fleet._closed.set()
 
 
 WATCH = """

@@ -142,6 +142,8 @@ class RayFleet(RayTarget):
             except ActorDiedError:
                 return
             except Exception as error:  # noqa: BLE001 - the actor may only be unavailable for a moment
+                if pending is not None and pending.done():
+                    pending = None
                 if not self._closed.wait(JOB_WAIT_S):
                     logger.warning("the actor of the fleet does not answer, and is asked again: %s", error)
 

@@ -117,6 +117,7 @@ class RayLauncher:
                 actors.append(self._create_actor(actor_name, group, node, resources, config, check_abort))
             nodes = describe_nodes(name, actors, check_abort)
             replies = start_on_nodes(name, actors, nodes, server_args, config, [env] * num_nodes, check_abort)
+            adapter = attach_head(name, actors, replies[0], config, lambda: remove_placement_group(group))
         except BaseException as failure:
             end_actors(actors, config.timeouts.stop_s)
             remove_placement_group(group)
@@ -125,7 +126,7 @@ class RayLauncher:
             raise
         with self._lock:
             self._machines[name] = {node["machine"] for node in nodes}
-        return attach_head(name, actors, replies[0], config, lambda: remove_placement_group(group))
+        return adapter
 
     def _create_actor(
         self,
