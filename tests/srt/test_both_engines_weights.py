@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -125,13 +126,14 @@ def test_wrong_tensors_are_refused_before_the_servers_are_involved(
 ) -> None:
     """A request that runs meanwhile is not interrupted, and the version stays."""
     version = engine.weight_version
-    stream = RunningStream(adapter_of(engine), input_ids=[1, 2], rid="undisturbed")
+    rid = uuid.uuid4().hex  # SGLang would abort a request with the id of a stream of the test before
+    stream = RunningStream(adapter_of(engine), input_ids=[1, 2], rid=rid)
     stream.until_tokens(2)
     with pytest.raises(error, match=cause):
         engine.update_weights_from_tensor(spoil(dict(changed.state_dict())), check_finite=True)
     count = stream.num_tokens
     stream.until_tokens(count + 2)
-    adapter_of(engine).abort_request("undisturbed")
+    adapter_of(engine).abort_request(rid)
     assert [span["version"] for span in stream.result()["meta_info"]["weight_versions"]] == [version]
     assert adapter_of(engine).get_model_info()["weight_version"] == engine.weight_version == version
 
