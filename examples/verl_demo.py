@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+PROGRAM = "verl.trainer.main_ppo"
 KINDS = {"letters": str.islower, "digits": str.isdigit}
 TARGET_REWARD, MAX_PROBS_DIFF = 0.8, 1e-4
 RESPONSE_TOKENS = 16
@@ -133,10 +134,10 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def run_verl(arguments: Sequence[str], log: Path) -> Iterator[dict[str, float]]:
+def run_verl(arguments: Sequence[str], log: Path, program: str = PROGRAM) -> Iterator[dict[str, float]]:
     """Run verl and yield the values of each step. Raises RuntimeError if verl fails; the log has the reason."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ} if not _has_gpu() else dict(os.environ)
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
+    command = [sys.executable, "-m", program, *arguments]
     with log.open("w") as file:
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -191,6 +192,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40, help="training steps (default: 40)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model and of the questions (default: 0)")
     parser.add_argument("--model", type=Path, help="folder of another model than the tiny random one")
+    parser.add_argument("--program", default=PROGRAM, help=f"module of verl that is run (default: {PROGRAM})")
     parser.add_argument("--output", type=Path, default=Path("demo_output/verl"), help="folder for the results")
     parser.add_argument("more", nargs="*", help="further arguments of verl, for example trainer.test_freq=5")
     options = parser.parse_args()
@@ -202,7 +204,7 @@ def main() -> int:
     print(f"verl starts; its log is {output / 'verl.log'}. The first step takes one to three minutes, mostly imports.")
     arguments = [*verl_arguments(output, model, options.ranks, options.steps, options.seed), *options.more]
     steps = []
-    for values in run_verl(arguments, output / "verl.log"):
+    for values in run_verl(arguments, output / "verl.log", options.program):
         if "reward" not in values:
             continue
         steps.append(values)

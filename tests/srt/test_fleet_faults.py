@@ -739,3 +739,70 @@ def test_servers_that_die_before_they_have_the_weights_count_as_failed_starts(
         assert replica.state is ReplicaState.STALE
     fleet.recovery.recover(replica, replica.adapter, VerlServerError("crashed"))
     wait_until(lambda: replica.state is ReplicaState.FAILED, 10.0, "started without end")
+
+
+# -- published weights that cannot be loaded -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_failures", "state"), [(2, ReplicaState.HEALTHY), (3, ReplicaState.STALE)])
+def test_published_weights_are_loaded_again_after_an_error(
+    num_failures: int,
+    state: ReplicaState,
+    make_fleet: Callable[..., TestFleet],
+    sender: shared_memory.Sender,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After three failures, requests are told that the server waits for an update. A new server is tried again."""
+    monkeypatch.setattr("verl_server.rollout.recovery.REPLAY_DELAY_S", 0.05)
+    fleet = make_fleet(1)
+    (replica,) = fleet.fleet.replicas
+    fleet.recovery.start()
+    replays: list[str] = []
+
+    def replay(servers: UpdatableServers) -> None:
+        replays.extend(member.name for member in servers.members)
+        if len(replays) <= num_failures:
+            raise VerlServerError("the trainer did not take the job")
+
+    push(fleet, sender, 1, replay)
+    fleet.recovery.recover(replica, replica.adapter, VerlServerError("crashed"))
+    wait_until(lambda: len(replays) == 3, 10.0, f"{len(replays)} attempts")
+    wait_until(lambda: replica.state is state, 10.0, "wrong state")
+    if state is ReplicaState.STALE:
+        wait_until(lambda: replica.needs_update, 10.0, "the router lets requests wait")
+        assert "waits for the next update of all weights; the last error: the trainer did not" in str(replica.error)
+        fleet.recovery.recover(replica, replica.adapter, VerlServerError("crashed again"))
+        wait_until(lambda: replica.state is ReplicaState.HEALTHY, 10.0, "the new server has no weights")
+
+
+def test_an_interrupted_load_of_published_weights_is_no_failure(
+    make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+) -> None:
+    """The trainer releases the memory of the servers meanwhile, and resumes it later."""
+    fleet = make_fleet(1)
+    (replica,) = fleet.fleet.replicas
+    replays: list[frozenset[str]] = []
+
+    def replay(servers: UpdatableServers) -> None:
+        if not replays:
+            fleet.fleet.released_memory = frozenset({"kv_cache"})
+        replays.append(fleet.fleet.released_memory)
+        assert servers.members
+
+    push(fleet, sender, 1, replay)
+    fleet.recovery.recover(replica, replica.adapter, VerlServerError("crashed"))
+    wait_until(lambda: len(replays) == 1, 10.0, "not loaded")
+    fleet.recovery.wait_for_replay()
+    assert (replica.state, replica.needs_update, replica.failed_replays) == (ReplicaState.STALE, False, 0)
+    fleet.fleet.released_memory = frozenset()
+    fleet.recovery.load_published_weights(replica)
+    assert replica.state is ReplicaState.HEALTHY
+
+
+def test_a_server_without_weights_tells_why(make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender) -> None:
+    fleet = make_fleet(1)
+    (replica,) = fleet.fleet.replicas
+    push(fleet, sender, 1)
+    fleet.recovery.recover(replica, replica.adapter, VerlServerError("crashed"))
+    wait_until(lambda: replica.state is ReplicaState.STALE, 10.0, "not started")
+    assert "the trainer does not keep the published ones" in str(replica.error)

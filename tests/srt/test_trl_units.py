@@ -21,12 +21,13 @@ from verl_server import (
     Timeouts,
     UnsupportedError,
 )
-from verl_server.errors import ServerError, VerlServerError
+from verl_server.errors import NotReadyError, ServerError, VerlServerError
 from verl_server.integrations.trl import (
     FleetRolloutFunc,
     FleetRolloutWorker,
     FleetWeightTransfer,
     RolloutServers,
+    group_maker,
     rollout_func,
     rollout_worker,
     servers,
@@ -55,6 +56,8 @@ def trl_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Recorder:
     """Takes the place of a manager or an engine, and keeps its arguments."""
+
+    adapter = None
 
     def __init__(self) -> None:
         self.arguments: dict[str, Any] = {}
@@ -257,6 +260,48 @@ def _health_error(worker: FleetRolloutWorker, stale_after_s: float = 30.0) -> Ve
             return error
         time.sleep(0.02)
     raise AssertionError("the worker is healthy")
+
+
+class RestartedRouter(FakeRouter):
+    """Is not ready at first, and then answers."""
+
+    def __init__(self, error: VerlServerError) -> None:
+        super().__init__()
+        self.error, self.timeouts_s = error, list[float]()
+
+    async def generate(self, *, sampling_params: dict[str, Any], **more: Any) -> dict[str, Any]:
+        self.timeouts_s.append(more["timeout_s"])
+        if len(self.timeouts_s) <= 2:
+            raise self.error
+        return await super().generate(sampling_params=sampling_params)
+
+
+def test_training_goes_on_after_servers_that_were_not_ready() -> None:
+    router = RestartedRouter(NotReadyError("no replica serves requests at the moment"))
+    with running(_worker(router)) as worker:
+        worker.rollout_buffer.get(timeout=30.0)
+        worker.check_health(30.0)
+    assert min(router.timeouts_s) < 60.0 - group_maker.REPEAT_S / 2 < max(router.timeouts_s) <= 60.0
+
+
+@pytest.mark.parametrize(
+    ("error", "settings"),
+    [
+        (NotReadyError("no replica serves requests at the moment"), {"request_timeout": 0.5}),
+        (ServerError("the server has no such adapter"), {}),
+    ],
+    ids=["no time left", "final error"],
+)
+def test_errors_that_end_the_training(error: VerlServerError, settings: dict[str, Any]) -> None:
+    with running(_worker(RestartedRouter(error), **settings)) as worker:
+        assert _health_error(worker) is error
+
+
+def test_completions_are_not_cut_off_by_pushes() -> None:
+    with pytest.raises(
+        BadInputError, match=r"pause_mode must be one of \['retract', 'in_place', 'wait'\], got 'abort'"
+    ):
+        FleetWeightTransfer(_servers(FakeRouter()), pause_mode="abort")
 
 
 def test_a_stopped_worker_is_not_healthy() -> None:

@@ -19,7 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -27,16 +28,30 @@ import torch
 from helpers import change_weights, no_new_shared_memory, reference_model, wait_until
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server.config import RolloutMode
+from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.config import RolloutMode, Timeouts
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.integrations.verl.actor.fleet_actor import FleetActor
-from verl_server.integrations.verl.actor.generation import make_request, prompt_logprobs, require_no_other_media
+from verl_server.integrations.verl.actor.generation import (
+    Generations,
+    make_request,
+    prompt_logprobs,
+    require_no_other_media,
+)
 from verl_server.integrations.verl.actor.replay_jobs import ReplayJobs
 from verl_server.integrations.verl.fleet_spec import FleetSpec, OwnSettings
 from verl_server.integrations.verl.ray_fleet import RayFleet
 from verl_server.integrations.verl.trainer_engine import TrainerEngine, find_fleet
+from verl_server.integrations.verl.watch import _watch
+from verl_server.rollout.health import ReplicaState
+from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.replica_status import ReplicaStatus
+from verl_server.router.rollout_router import RolloutRouter
+from verl_server.router.targets import InProcessTarget
 from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
 from verl_server.types import Json
+from verl_server.weights.update.servers import UpdatableServers
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
@@ -45,6 +60,7 @@ NAME, NAMESPACE = "verl_server_hybrid", "test"
 PROMPT = [5, 6, 7, 8]
 LONG = 1500
 RESTART_S = 120.0
+TIMEOUTS = {"weights_s": 400.0, "ranks_s": 200.0}
 
 
 def get(references: Any, timeout: float = RESTART_S) -> Any:
@@ -67,7 +83,7 @@ def make_spec(folder: Path, **changes: Any) -> FleetSpec:
     values: dict[str, Any] = {
         "mode": RolloutMode.HYBRID,
         "server_args": {"model_path": str(folder), "dtype": "float32", "max_total_tokens": 8192},
-        "own": OwnSettings(),
+        "own": OwnSettings(timeouts=TIMEOUTS),
         "prompt_length": 64,
         "response_length": 16,
         "context_length": 2048,
@@ -297,28 +313,49 @@ def test_a_trainer_that_does_not_answer_ends_no_server(monkeypatch: pytest.Monke
         jobs.run("publication", servers)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(jobs.run, "publication", servers)
-        assert jobs.next(wait_s=5.0) is not None
+        job = jobs.next(wait_s=5.0)
+        assert job is not None
+        assert jobs.servers_of(job[0]) is servers
         with pytest.raises(VerlServerError, match="did not load") as not_done:
             running.result()
     assert not isinstance(not_taken.value, DeadlineError)
     assert not isinstance(not_done.value, DeadlineError)
 
 
+def test_a_job_is_offered_until_the_trainer_makes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer with the job can get lost between the actor and the trainer."""
+    monkeypatch.setattr("verl_server.integrations.verl.actor.replay_jobs.OFFER_AGAIN_S", 0.2)
+    jobs, servers = ReplayJobs(timeout_s=10.0), cast(UpdatableServers, object())
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(jobs.run, "publication", servers)
+        lost = jobs.next(wait_s=5.0)
+        assert lost is not None
+        assert jobs.next(wait_s=0.0) is None, "offered twice at the same time"
+        assert jobs.next(wait_s=5.0) == lost
+        assert jobs.servers_of(lost[0]) is servers
+        assert jobs.next(wait_s=0.5) is None, "offered although the trainer loads"
+        jobs.finish(lost[0], None)
+        running.result()
+
+
 class UnavailableActor:
-    """An actor of Ray whose first call for a job fails, as a call does while a node is busy."""
+    """An actor of Ray. Each first call of a kind fails, as a call does while a node is busy."""
 
     def __init__(self) -> None:
         failed: Future[Any] = Future()
         failed.set_exception(ray.exceptions.ActorUnavailableError("busy", None))
         job: Future[Any] = Future()
         job.set_result(("job", "publication"))
-        self.answers = [failed, job]
+        self.answers = [failed, job, failed]
+        self.num_reports = 0
         self.finished = threading.Event()
         self.next_job = self.finish_job = self
 
     def remote(self, *args: Any) -> Any:
         if len(args) == 2:
-            self.finished.set()
+            self.num_reports += 1
+            if self.num_reports == 2:
+                self.finished.set()
         return self
 
     def future(self) -> Future[Any]:
@@ -335,6 +372,83 @@ def test_an_actor_that_was_unavailable_is_asked_again_for_jobs(monkeypatch: pyte
         assert actor.finished.wait(5.0), "the thread has ended, or waits for the failed call"
     finally:
         fleet._closed.set()
+
+
+def test_requests_wait_while_no_server_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An asynchronous trainer pushes later. The error of a server is raised."""
+    monkeypatch.setattr("verl_server.integrations.verl.actor.generation.NOT_READY_DELAY_S", 0.1)
+
+    async def make_dispatcher() -> Dispatcher:
+        return Dispatcher(None)
+
+    async def run() -> None:
+        adapter = cast(AsyncHttpServerEngineAdapter, object())
+        status = ReplicaStatus("replica_0", adapter, 0, admitted=False, suspect=False, will_serve=False, removed=False,
+                               reason="has old weights: send an update of all weights")  # fmt: skip
+        dispatcher = loop.run(make_dispatcher())
+        target = InProcessTarget(dispatcher, loop)
+        target.update_statuses([status])
+        generations = Generations(RolloutRouter(dispatcher, loop))
+        request = asyncio.ensure_future(generations.run({"input_ids": [1]}, None))
+        await asyncio.sleep(0.3)
+        assert not request.done()
+        await generations.abort(reject=True)
+        assert (await asyncio.wait_for(request, 5.0))["meta_info"]["finish_reason"] == {"type": "abort"}
+
+    loop = EventLoopThread()
+    try:
+        asyncio.run(run())
+    finally:
+        loop.close()
+
+
+def test_a_fleet_that_sleeps_is_not_lost(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its servers cannot get weights while they sleep, for example between two validations."""
+    monkeypatch.setattr("verl_server.integrations.verl.actor.fleet_actor.STALE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("verl_server.integrations.verl.actor.fleet_actor.LOSS_POLL_S", 0.1)
+    view = SimpleNamespace(state=ReplicaState.STALE, error=None)
+    manager: Any = SimpleNamespace(replicas=[view], backend=SimpleNamespace(released_memory=frozenset({"weights"})))
+    owner = FleetActor(make_spec(tiny("qwen3")))
+
+    async def get_manager() -> Any:
+        return manager
+
+    async def run() -> None:
+        monkeypatch.setattr(owner._replicas, "manager", get_manager)
+        assert await owner.wait_for_loss(1.5) is None
+        manager.backend.released_memory = frozenset()
+        assert await owner.wait_for_loss(5.0) == "its servers have waited for weights for 0.5 s"
+
+    asyncio.run(run())
+
+
+def test_the_deadlines_of_the_settings_are_those_of_the_trainer(actor: Any, trainer: Trainer) -> None:
+    trainer.push(step=90, seed=90)
+    assert trainer.engine._engine is not None
+    assert trainer.engine._engine._timeouts == Timeouts(**TIMEOUTS)
+
+
+def test_an_actor_that_does_not_answer_any_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SilentActor:
+        def __getattr__(self, name: str) -> SilentActor:
+            return self
+
+        def remote(self, *_: Any) -> SilentActor:
+            return self
+
+        def future(self) -> Future[Any]:
+            return Future()
+
+    class Ended(BaseException):
+        """Ends the thread that watches."""
+
+    def end(message: str) -> None:
+        raise Ended(message)
+
+    for name, value in {"WAIT_S": 0.05, "SILENT_S": 0.5, "_end": end}.items():
+        monkeypatch.setattr(f"verl_server.integrations.verl.watch.{name}", value)
+    with pytest.raises(Ended, match=r"the fleet policy is lost: its actor has not answered for 1 s"):
+        _watch(SilentActor(), "policy")
 
 
 WATCH = """

@@ -13,8 +13,8 @@ from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import MemoryTag
-from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError, to_wire
-from verl_server.rollout.health import ReplicaState, unavailable_reason
+from verl_server.errors import BadInputError, NotReadyError, ServerDiedError, ShutDownError, VerlServerError, to_wire
+from verl_server.rollout.health import KEEPS_NO_WEIGHTS, ReplicaState, unavailable_reason
 from verl_server.rollout.metrics import FleetCounters
 from verl_server.rollout.replica import Replica, StartPreempted
 from verl_server.router.replica_status import ReplicaStatus
@@ -142,11 +142,11 @@ class Fleet:
                 raise ShutDownError("the fleet was shut down")
             if self.released_memory:
                 raise StartPreempted(f"the fleet released its memory while the server of {replica.name} started")
-            replica.adapter, replica.failed_updates = adapter, 0
-            replica.num_servers += 1
+            replica.use_server(adapter)
             is_current = self.weight_version == self.checkpoint_version and self.replay is None
             replica.weight_version = self.checkpoint_version
-            self.change_state(replica, ReplicaState.HEALTHY if is_current else ReplicaState.STALE)
+            error = None if is_current or self.replay is not None else NotReadyError(KEEPS_NO_WEIGHTS)
+            self.change_state(replica, ReplicaState.HEALTHY if is_current else ReplicaState.STALE, error)
 
     def end_server(self, replica: Replica) -> None:
         """End the process tree of the replica's server, if the replica has a server. Waits for an end in progress."""

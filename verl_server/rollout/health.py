@@ -90,6 +90,9 @@ def restart_delay_s(
     return float(min(config.backoff_s * 2.0 ** (len(recent) - 2), config.max_backoff_s))
 
 
+KEEPS_NO_WEIGHTS = "it waits for an update of all weights: the trainer does not keep the published ones"
+
+
 def unavailable_reason(
     state: ReplicaState, released_memory: Collection[str], weights_undefined: bool, waits_for_update: bool
 ) -> str:

@@ -13,6 +13,7 @@ from verl_server.config import PauseMode, RecoveryConfig
 from verl_server.engine.servers import HttpServers
 from verl_server.errors import (
     DeadlineError,
+    NotReadyError,
     ServerDiedError,
     ShutDownError,
     StartupError,
@@ -27,6 +28,10 @@ from verl_server.types import ServerInfo
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S = 0.25
+MAX_FAILED_REPLAYS = 3
+"""Number of attempts at loading the published weights into one server, after which it waits for the next update."""
+REPLAY_DELAY_S = 5.0
+"""Seconds between these attempts, for example while the trainer stages the next update."""
 
 PrepareServer = Callable[[HttpServerEngineAdapter, Callable[[], None]], None]
 """`prepare(adapter, begin)`: give a new server what the other servers have, then call `begin`."""
@@ -146,13 +151,13 @@ class RecoveryLoop:
     def load_published_weights(self, replica: Replica) -> None:
         """Load the published weights into a replica that has just started.
 
-        When that is not possible, the replica stays STALE and takes part in the next update.
+        When that fails several times, the replica stays STALE and takes part in the next update.
         """
         fleet = self._fleet
         with self._replay_lock:
             with fleet.lock:
                 replay, version, adapter = fleet.replay, fleet.weight_version, replica.adapter
-            if replay is None or adapter is None or replica.needs_update:
+            if replay is None or adapter is None or replica.needs_update or time.monotonic() < replica.replay_after:
                 return
 
             def is_needed() -> bool:
@@ -168,19 +173,27 @@ class RecoveryLoop:
                 if not is_needed():
                     return
                 replay(_NewServer(replica, adapter, check_needed))
-            except Exception as error:  # noqa: BLE001 - whatever the error is, the replay must not be repeated
-                logger.info("replica %s waits for the next update: %s", replica.name, error)
+            except Exception as error:  # noqa: BLE001 - whatever the error is, the server has no weights
                 if isinstance(error, DeadlineError):
                     self.recover(replica, adapter, error)
                 with fleet.lock:
-                    if replica.state is ReplicaState.STALE and fleet.replay is replay:
-                        replica.needs_update = True
-                        fleet.notify(replica)
+                    if is_needed():
+                        self._count_failed_replay(replica, error)
                 return
             with fleet.lock:
                 if is_needed():
                     replica.weight_version = version
                     fleet.change_state(replica, ReplicaState.HEALTHY)
+
+    def _count_failed_replay(self, replica: Replica, error: Exception) -> None:
+        """Called under the lock of the fleet."""
+        replica.failed_replays += 1
+        replica.replay_after = time.monotonic() + REPLAY_DELAY_S
+        logger.warning("the published weights could not be loaded into replica %s: %s", replica.name, error)
+        if replica.failed_replays >= MAX_FAILED_REPLAYS:
+            replica.needs_update = True
+            waits = NotReadyError(f"it waits for the next update of all weights; the last error: {error}")
+            self._fleet.change_state(replica, ReplicaState.STALE, waits)
 
     def wait_for_replay(self) -> None:
         """Return when no server is loading published weights. The trainer's staging memory is then unused."""

@@ -53,9 +53,13 @@ class Replica:
         self.restarts = 0
         """Number of times that a new server replaced an ended server."""
         self.error: VerlServerError | None = None
-        """The reason of the states DEAD, RESTARTING and FAILED."""
+        """The reason of the states DEAD, RESTARTING and FAILED, and of STALE if it waits for the next update."""
+        self.failed_replays = 0
+        """Number of attempts at loading the published weights that its server has failed since they were published."""
+        self.replay_after = 0.0
+        """Time before which the next attempt does not begin (`time.monotonic`)."""
         self.needs_update = False
-        """Whether the staged weights cannot be loaded into its server, so that it waits for the next update."""
+        """Whether the published weights cannot be loaded into its server, so that it waits for the next update."""
         self._stopped = threading.Event()
         self._preempted = threading.Event()
         self.end_lock = threading.Lock()
@@ -68,6 +72,16 @@ class Replica:
         """Signs of life of its server."""
         self._last_idle_at = 0.0
         """Time at which it last had no requests or was paused."""
+
+    def use_server(self, adapter: HttpServerEngineAdapter) -> None:
+        """Take a new server into use."""
+        self.adapter, self.failed_updates = adapter, 0
+        self.num_servers += 1
+        self.forget_failed_replays()
+
+    def forget_failed_replays(self) -> None:
+        """The replica has a new server, or other weights were published."""
+        self.failed_replays, self.replay_after, self.needs_update = 0, 0.0, False
 
     @property
     def member(self) -> ServerInfo:

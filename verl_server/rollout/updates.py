@@ -59,12 +59,13 @@ class FleetUpdates:
 
         Without a server, new requests do not wait for an update: they wait for a server.
         """
-        servers = self._fleet.servers()
-        if not servers:
-            self._fleet.set_admission_paused(False)
-            if not any(replica.state in STARTING_AGAIN for replica in self._fleet.replicas):
-                raise ServerDiedError("no replica of the fleet has a running server")
-        return servers
+        with self._fleet.lock:  # a server that starts meanwhile has left the states STARTING_AGAIN
+            servers = self._fleet.servers()
+            if not servers:
+                self._fleet.set_admission_paused(False)
+                if not any(replica.state in STARTING_AGAIN for replica in self._fleet.replicas):
+                    raise ServerDiedError("no replica of the fleet has a running server")
+            return servers
 
     def _call_members(self, call: Callable[[HttpServerEngineAdapter], object]) -> None:
         self._calls.call_all(list(self._servers.values()), call)
@@ -174,7 +175,7 @@ class FleetUpdates:
             loaded = {adapter for _, adapter in self._servers.values()}
             states: dict[Replica, ReplicaState] = {}
             for replica in fleet.replicas:
-                replica.needs_update = False
+                replica.forget_failed_replays()
                 if replica.adapter in loaded:
                     replica.failed_updates = 0
                 if replica.adapter in loaded and replica.state in (RUNNING if whole else SERVING):

@@ -15,12 +15,12 @@ from verl_server.integrations.trl.completions import Completion, parse_completio
 from verl_server.integrations.trl.mesh import require_one_gpu
 from verl_server.integrations.trl.policy_weights import named_weights, require_mergeable, require_pushable
 from verl_server.integrations.trl.sampling import fit_into_context, sampling_params
-from verl_server.integrations.trl.servers import RolloutServers, ask_max_tokens
+from verl_server.integrations.trl.servers import RolloutServers
 from verl_server.types import Json, WeightUpdateResult
 
 SEED_BITS = 31
 RankPrompts = tuple[list[list[int]], int | None]
-"""The prompts of a rank, and the answer of `ask_max_tokens` on this rank."""
+"""The prompts of a rank, and the `RolloutServers.max_tokens` of this rank."""
 
 
 class ServerGeneration:
@@ -42,7 +42,7 @@ class ServerGeneration:
         self._trainer, self._servers = trainer, servers
         self._params = sampling_params(trainer.args, trainer.eos_token_ids, more_params)
         self._seeds = None if seed is None else random.Random(seed)
-        self._max_tokens = ask_max_tokens(servers)
+        self._max_tokens = servers.max_tokens
         self.last_update: WeightUpdateResult | None = None
         """Result of the last push."""
 

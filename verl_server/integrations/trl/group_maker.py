@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, VerlServerError
 from verl_server.integrations.trl.completions import Completion, parse_completion
 from verl_server.integrations.trl.policy_versions import PolicyVersions
 from verl_server.integrations.trl.reward_columns import RewardFunctions, Scores, score_group
@@ -18,9 +19,30 @@ from verl_server.integrations.trl.sampling import fit_into_context, sampling_par
 from verl_server.integrations.trl.texts import completion_value, prompt_token_ids
 from verl_server.router.rollout_router import RolloutRouter
 
+logger = logging.getLogger(__name__)
+
 SEED_BITS = 31
+#: Seconds before a generation is repeated.
+REPEAT_S = 1.0
 #: Columns of the data set that reward functions get under the same name from the worker.
 RESERVED_COLUMNS = {"prompt", "prompts", "completion", "completions", "completion_ids", "weight_versions"}
+
+
+async def repeat_until(timeout_s: float, ask: Callable[[float], Awaitable[Completion]]) -> Completion:
+    """The result of `ask`, which gets the seconds that are left. A retryable error is raised only when none are left.
+
+    For example, the servers are not ready when all of them have been started again and get their weights with the next
+    push: the training goes on then.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await ask(max(deadline - time.monotonic(), REPEAT_S))
+        except VerlServerError as error:
+            if not error.retryable or time.monotonic() + REPEAT_S >= deadline:
+                raise
+            logger.warning("a generation is repeated after %s: %s", type(error).__name__, error)
+            await asyncio.sleep(REPEAT_S)
 
 
 class GroupMaker:
@@ -79,8 +101,11 @@ class GroupMaker:
     async def _generate_one(self, prompt_ids: list[int], params: dict[str, Any]) -> Completion:
         if self._seeds is not None:
             params["sampling_seed"] = self._seeds.getrandbits(SEED_BITS)
+        return await repeat_until(self._args.request_timeout, lambda left_s: self._ask(prompt_ids, params, left_s))
+
+    async def _ask(self, prompt_ids: list[int], params: dict[str, Any], timeout_s: float) -> Completion:
         reply = await self._router.generate(
-            input_ids=prompt_ids, sampling_params=params, return_logprob=True, timeout_s=self._args.request_timeout
+            input_ids=prompt_ids, sampling_params=params, return_logprob=True, timeout_s=timeout_s
         )
         return parse_completion(reply)
 

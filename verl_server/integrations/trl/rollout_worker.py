@@ -15,7 +15,7 @@ from verl_server.integrations.trl.group_maker import GroupMaker
 from verl_server.integrations.trl.mesh import require_one_gpu
 from verl_server.integrations.trl.policy_versions import PolicyVersions
 from verl_server.integrations.trl.reward_columns import RewardFunc, RewardFunctions
-from verl_server.integrations.trl.servers import RolloutServers, ask_max_tokens, require_servers
+from verl_server.integrations.trl.servers import RolloutServers, require_servers
 from verl_server.integrations.trl.version import require_trl
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class FleetRolloutWorker:
         self._rewards = RewardFunctions(functions)
         self._maker = GroupMaker(
             servers.fleet.router, args, self._rewards, processing_class, self._versions, sampling_params or {}, seed,
-            ask_max_tokens(servers))  # fmt: skip
+            servers.max_tokens)  # fmt: skip
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(max(args.queue_maxsize, 0))
         """Samples that the trainer takes."""
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(MAX_METRICS)

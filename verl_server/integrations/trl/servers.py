@@ -42,6 +42,14 @@ class RolloutServers:
     """Fleet of the engine, on rank 0. None on the other ranks."""
     mesh: DeviceMesh
     """Mesh of the engine: all trainer ranks, with a group that can send objects between CPUs."""
+    max_tokens: int | None = dataclasses.field(init=False)
+    """Maximum number of tokens of a prompt with its completion. A server tells it when this object is made. None: no
+    server on this rank, or the server does not tell it."""
+
+    def __post_init__(self) -> None:
+        adapter = self.engine.adapter
+        max_tokens = None if adapter is None else max_request_tokens(adapter.get_server_info())
+        object.__setattr__(self, "max_tokens", max_tokens)
 
 
 @contextlib.contextmanager
@@ -126,12 +134,3 @@ def require_servers(servers: object) -> None:
             "servers must be RolloutServers: write `with start_servers(...) as servers:` and train inside; got "
             f"{type(servers).__name__}"
         )
-
-
-def ask_max_tokens(servers: RolloutServers) -> int | None:
-    """Maximum number of tokens of a prompt with its completion, which a server tells.
-
-    None on ranks without a server, and if the server does not tell it.
-    """
-    adapter = servers.engine.adapter
-    return None if adapter is None else max_request_tokens(adapter.get_server_info())

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl_server.config import PauseMode
-from verl_server.errors import UnsupportedError
+from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.integrations.trl.servers import RolloutServers, require_servers
 from verl_server.integrations.trl.version import require_trl
 from verl_server.types import WeightUpdateResult
 
 if TYPE_CHECKING:
     import torch
+
+
+USABLE_PAUSE_MODES = (PauseMode.RETRACT, PauseMode.IN_PLACE, PauseMode.WAIT)
+"""Modes in which running generations have all their tokens at the end."""
 
 
 class FleetWeightTransfer:
@@ -24,7 +28,8 @@ class FleetWeightTransfer:
 
     def __init__(self, servers: RolloutServers, *, pause_mode: PauseMode | str = PauseMode.RETRACT) -> None:
         """`pause_mode`: what happens to running generations. `retract`: their KV cache is computed again with the new
-        weights. `in_place`: they continue with the KV cache of the old weights, which is faster.
+        weights. `in_place`: they continue with the KV cache of the old weights, which is faster. `wait`: the push waits
+        until they have ended. `abort` is refused, because TRL would train on completions that were cut off.
 
         Raises UnsupportedError for another version of TRL, and for several trainer ranks; BadInputError.
         """
@@ -34,6 +39,10 @@ class FleetWeightTransfer:
             raise UnsupportedError(
                 "AsyncGRPOTrainer sends the weights from rank 0 alone, which VerlEngine on several ranks cannot do: "
                 "start the trainer with one process, or use GRPOTrainer with FleetRolloutFunc"
+            )
+        if pause_mode not in USABLE_PAUSE_MODES:
+            raise BadInputError(
+                f"pause_mode must be one of {[mode.value for mode in USABLE_PAUSE_MODES]}, got {str(pause_mode)!r}"
             )
         self._engine, self._pause_mode = servers.engine, PauseMode(pause_mode)
         self.last_update: WeightUpdateResult | None = None

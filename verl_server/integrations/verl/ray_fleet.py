@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
@@ -130,22 +130,33 @@ class RayFleet(RayTarget):
 
     def _run_jobs(self) -> None:
         """Load the published weights into servers that were started again, until the end of the engine or the actor."""
+        with contextlib.suppress(ActorDiedError):
+            while not self._closed.is_set():
+                job = self._ask(lambda: self._actor.next_job.remote(JOB_WAIT_S))
+                if job is not None:
+                    self._finish(job[0], self._run_job(*job))
+
+    def _finish(self, job_id: str, outcome: Json | None) -> None:
+        self._ask(lambda: self._actor.finish_job.remote(job_id, outcome))
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """The answer of the actor to `call`, which may be repeated. None at the end of the engine.
+
+        The actor may be unavailable for a moment. Raises ActorDiedError.
+        """
         pending: Any = None
         while not self._closed.is_set():
             try:
-                pending = pending or self._actor.next_job.remote(JOB_WAIT_S).future()
-                job = pending.result(JOB_TIMEOUT_S)  # after a timeout, the same answer is awaited: it may have a job
-                pending = None
-                if job is not None:
-                    outcome = self._run_job(*job)
-                    self._actor.finish_job.remote(job[0], outcome).future().result(JOB_TIMEOUT_S)
+                pending = pending or call().future()
+                return pending.result(JOB_TIMEOUT_S)  # after a timeout, the same answer is awaited: it may have a job
             except ActorDiedError:
-                return
-            except Exception as error:  # noqa: BLE001 - the actor may only be unavailable for a moment
+                raise
+            except Exception as error:  # noqa: BLE001 - any error of Ray
                 if pending is not None and pending.done():
                     pending = None
                 if not self._closed.wait(JOB_WAIT_S):
                     logger.warning("the actor of the fleet does not answer, and is asked again: %s", error)
+        return None
 
     def _run_job(self, job_id: str, publication: str) -> Json | None:
         """Load the published weights into the server of a job. Returns the error, or None."""

@@ -23,8 +23,9 @@ from verl_server.integrations.verl.watch import watch
 from verl_server.rollout.launchers.ray_placed_launcher import NodePlace
 from verl_server.server.visible_devices import VISIBLE_DEVICES
 
-MAX_CONCURRENCY = 1 << 16
-"""Maximum number of calls that run in the actor of a fleet at the same time: requests, and a few control calls."""
+MAX_CONCURRENCY = 1 << 20
+"""Maximum number of calls that run in the actor of a fleet at the same time. Above the number of requests of any run:
+requests that are held must not keep the call out that releases them."""
 
 
 def fleet_name(mode: RolloutMode, suffix: str = "") -> str:

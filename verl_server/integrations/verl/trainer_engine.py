@@ -93,6 +93,7 @@ class TrainerEngine:
             mesh,
             fleet=self._fleet,
             weights=own.weights_config,
+            timeouts=config.timeouts,
             engine_kind=config.engine_kind,
             server_python=config.server_python,
             **self._spec.server_args,

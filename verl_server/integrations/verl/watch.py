@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 30.0
 """Seconds that one call waits in the actor."""
+SILENT_S = 1800.0
+"""Seconds without an answer of the actor, after which the fleet counts as lost."""
 GRACE_S = 10.0
 """Seconds after the end of the actor: at the end of a job, Ray ends this process, too."""
 
@@ -39,16 +41,21 @@ def watch(actor: Any, name: str) -> None:
 
 
 def _watch(actor: Any, name: str) -> None:
+    answered_at = time.monotonic()
     while True:
         try:
             reason = actor.wait_for_loss.remote(WAIT_S).future().result(2 * WAIT_S)
+            answered_at = time.monotonic()
         except ActorDiedError as error:
             time.sleep(GRACE_S)
             reason = f"its actor has ended: {first_line(error)}"
         except Exception as error:  # noqa: BLE001 - Ray may only be busy
-            logger.debug("the fleet %s does not answer: %s", name, error)
-            time.sleep(WAIT_S)
-            continue
+            silent_s = time.monotonic() - answered_at
+            logger.warning("the actor of the fleet %s has not answered for %.0f s: %r", name, silent_s, error)
+            if silent_s < SILENT_S:
+                time.sleep(WAIT_S)
+                continue
+            reason = f"its actor has not answered for {silent_s:.0f} s"
         if reason is not None:
             _end(f"verl_server: the run cannot go on, because the fleet {name} is lost: {reason}")
 

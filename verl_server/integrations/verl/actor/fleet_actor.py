@@ -59,7 +59,7 @@ class FleetActor:
         """Training step of each weight version."""
         self._latest_step = 0
         self._served_at = time.monotonic()
-        """Last time at which a server had the published weights, or was being started again."""
+        """Last time at which a server had the published weights, was being started again, or was asleep."""
 
     # -- replicas -------------------------------------------------------------------------------------
 
@@ -90,7 +90,8 @@ class FleetActor:
             states = {view.state for view in replicas}
             if states == {ReplicaState.FAILED}:
                 return str(replicas[0].error)
-            if not states or states - {ReplicaState.FAILED, ReplicaState.STALE}:
+            is_asleep = bool(manager.backend.released_memory)
+            if is_asleep or not states or states - {ReplicaState.FAILED, ReplicaState.STALE}:
                 self._served_at = time.monotonic()
             elif time.monotonic() - self._served_at > STALE_TIMEOUT_S:
                 return f"its servers have waited for weights for {STALE_TIMEOUT_S:g} s"

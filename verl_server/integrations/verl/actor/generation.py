@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.errors import BadInputError, NotReadyError, UnsupportedError
 from verl_server.integrations.verl.actor.token_output import TokenOutput
 from verl_server.integrations.verl.fleet_spec import LORA_NAME, FleetSpec
 from verl_server.router.rollout_router import RolloutRouter
@@ -16,6 +16,8 @@ from verl_server.types import Json
 
 TEXT_ONLY = ("detokenize",)
 """Sampling parameters of vLLM that verl's teachers set, and that change only text."""
+NOT_READY_DELAY_S = 1.0
+"""Seconds until a request is made again after the fleet was not ready."""
 ABORT = "abort"
 """Type of the finish reason of aborted requests, and the reason for which `Generations.abort` holds requests."""
 
@@ -127,12 +129,21 @@ class Generations:
     async def run(self, request: Json, session_id: str | None) -> Json:
         """The reply of the router. That of an aborted or rejected request has what was generated, see `abort`.
 
-        Waits while requests are held.
+        Waits while requests are held, and while all servers wait for the next update of the weights.
         """
-        while self._reasons:
-            if self._rejects:
-                return _aborted_reply(None)
-            await self._changed.wait()
+        while True:
+            while self._reasons:
+                if self._rejects:
+                    return _aborted_reply(None)
+                await self._changed.wait()
+            try:
+                return await self._ask_router(request, session_id)
+            except NotReadyError as error:
+                if "status" in error.details:  # a server has refused the request
+                    raise
+            await asyncio.sleep(NOT_READY_DELAY_S)
+
+    async def _ask_router(self, request: Json, session_id: str | None) -> Json:
         rid, running = uuid.uuid4().hex, _Running()
         self._running[rid] = running
         try:

@@ -6,7 +6,7 @@ fleet adds a job and waits. A thread of trainer rank 0 takes the job, loads the 
 
 from __future__ import annotations
 
-import queue
+import math
 import threading
 import time
 import uuid
@@ -16,6 +16,8 @@ from verl_server.errors import VerlServerError, from_wire
 from verl_server.types import Json
 from verl_server.weights.update.servers import UpdatableServers
 
+OFFER_AGAIN_S = 15.0
+"""Seconds until a job is offered again whose offer has not reached the trainer."""
 TAKE_TIMEOUT_S = 120.0
 """Seconds until the trainer takes a job. It asks for jobs all the time, also while it computes."""
 
@@ -25,7 +27,10 @@ class _Job:
     publication: str
     """Id of the published weights."""
     servers: UpdatableServers
+    offered_at: float = -math.inf
+    """Time of the last offer to the trainer (`time.monotonic`)."""
     taken: threading.Event = field(default_factory=threading.Event)
+    """Set by the first call of the trainer for this job."""
     done: threading.Event = field(default_factory=threading.Event)
     error: VerlServerError | None = None
 
@@ -37,7 +42,7 @@ class ReplayJobs:
         """`timeout_s`: seconds until a job that the trainer has not finished fails."""
         self._timeout_s = timeout_s
         self._jobs: dict[str, _Job] = {}
-        self._waiting = queue.SimpleQueue[str]()
+        self._added = threading.Condition()
 
     def run(self, publication: str, servers: UpdatableServers) -> None:
         """Load the weights of `publication` into `servers`. Raises the error of the trainer.
@@ -45,9 +50,10 @@ class ReplayJobs:
         Raises VerlServerError, not DeadlineError, if the trainer does not answer: the server is well.
         """
         job_id, job = uuid.uuid4().hex, _Job(publication, servers)
-        self._jobs[job_id] = job
+        with self._added:
+            self._jobs[job_id] = job
+            self._added.notify()
         try:
-            self._waiting.put(job_id)
             if not job.taken.wait(TAKE_TIMEOUT_S):
                 raise VerlServerError(f"the trainer did not take the job to load weights within {TAKE_TIMEOUT_S:g} s")
             if not job.done.wait(self._timeout_s):
@@ -55,25 +61,32 @@ class ReplayJobs:
             if job.error is not None:
                 raise job.error
         finally:
-            del self._jobs[job_id]
+            with self._added:
+                del self._jobs[job_id]
 
     def next(self, wait_s: float) -> tuple[str, str] | None:
-        """The id and the publication of the next job. None if there is none within `wait_s` seconds."""
+        """The id and the publication of the next job. None if there is none within `wait_s` seconds.
+
+        The answer may get lost. So a job is offered again until the trainer makes a call for it.
+        """
         deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                job_id = self._waiting.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                return None
-            if (job := self._jobs.get(job_id)) is not None:  # otherwise nobody waits for the job any more
-                job.taken.set()
-                return job_id, job.publication
+        with self._added:
+            while True:
+                now = time.monotonic()
+                for job_id, job in self._jobs.items():
+                    if not job.taken.is_set() and now >= job.offered_at + OFFER_AGAIN_S:
+                        job.offered_at = now
+                        return job_id, job.publication
+                if now >= deadline:
+                    return None
+                self._added.wait(min(1.0, deadline - now))
 
     def servers_of(self, job_id: str) -> UpdatableServers:
         """The servers of a job. Raises VerlServerError if the job has ended."""
         job = self._jobs.get(job_id)
         if job is None:
             raise VerlServerError("the job has ended: its server is not waiting for weights any more")
+        job.taken.set()
         return job.servers
 
     def finish(self, job_id: str, error: Json | None) -> None:
@@ -81,4 +94,5 @@ class ReplayJobs:
         job = self._jobs.get(job_id)
         if job is not None:
             job.error = None if error is None else from_wire(error)
+            job.taken.set()
             job.done.set()
