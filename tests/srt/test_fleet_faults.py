@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,7 +198,7 @@ class TestFleet:
         self.recovery = RecoveryLoop(self.fleet, targets, RECOVERY, self.loras.prepare_server)
         self.calls = FleetCalls(self.fleet, self.recovery)
         self.updates = FleetUpdates(self.fleet, self.recovery, self.calls, targets, 10.0)
-        self.memory = FleetMemory(self.fleet, self.calls, targets, mode, "model")
+        self.memory = FleetMemory(self.fleet, self.calls, targets, mode, "model", self.recovery.replay_lock)
         for _ in range(replicas):
             self.fleet.create_replica().start(self.recovery.add_server)
 
@@ -797,6 +797,35 @@ def test_an_interrupted_load_of_published_weights_is_no_failure(
     fleet.fleet.released_memory = frozenset()
     fleet.recovery.load_published_weights(replica)
     assert replica.state is ReplicaState.HEALTHY
+
+
+def test_a_release_waits_for_a_server_that_gets_the_published_weights(
+    make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+) -> None:
+    """Both pause the server. In the middle of a load, the release would be the last to end, and would not continue."""
+    fleet = make_fleet(2)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def replay(servers: UpdatableServers) -> None:
+        assert servers.members
+        servers.pause(PauseMode.RETRACT)
+        begun.set()
+        assert may_end.wait(10.0)
+        servers.resume()
+
+    push(fleet, sender, 1, replay)
+    (replica, adapter), _ = fleet.fleet.servers()
+    fleet.recovery.recover(replica, adapter, VerlServerError("crashed"))
+    assert begun.wait(10.0)
+    with ThreadPoolExecutor(1) as pool:
+        release = pool.submit(fleet.memory.release, None)
+        time.sleep(0.2)
+        assert not fleet.fleet.released_memory
+        may_end.set()
+        release.result(10.0)
+    assert fleet.fleet.released_memory
+    assert [server.released_memory == fleet.fleet.released_memory for server in fleet.servers] == [True, True]
+    assert not any(server.paused for server in fleet.servers), "nobody continues generation at the resume"
 
 
 def test_a_server_without_weights_tells_why(make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender) -> None:

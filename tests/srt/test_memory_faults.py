@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -145,7 +146,7 @@ def test_an_interrupted_release_holds_no_requests() -> None:
     targets = RoutingTargets([target])
     fleet = Fleet(lambda name: Replica(name, unused, {}, AdapterConfig(), {}), 0, targets, lambda event: None)
     fleet.create_replica()
-    memory = FleetMemory(fleet, unused, targets, RolloutMode.HYBRID, "model")
+    memory = FleetMemory(fleet, unused, targets, RolloutMode.HYBRID, "model", threading.Lock())
     target.interrupts = True
     with pytest.raises(KeyboardInterrupt):
         memory.release(None)

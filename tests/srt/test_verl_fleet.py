@@ -42,6 +42,7 @@ from verl_server.integrations.verl.actor.generation import (
 from verl_server.integrations.verl.actor.replay_jobs import ReplayJobs
 from verl_server.integrations.verl.fleet_spec import FleetSpec, OwnSettings
 from verl_server.integrations.verl.ray_fleet import RayFleet
+from verl_server.integrations.verl.ray_target import RayTarget
 from verl_server.integrations.verl.trainer_engine import TrainerEngine, find_fleet
 from verl_server.integrations.verl.watch import _watch
 from verl_server.rollout.health import ReplicaState
@@ -277,6 +278,31 @@ def test_servers_that_end_asleep_are_started_at_the_resume(actor: Any, trainer: 
     assert output["token_ids"] == trainer.expected(PROMPT, 12)
     assert output["extra_fields"]["global_steps"] == 10
     wait_until(lambda: [state for state, _ in states(actor)] == ["healthy"] * 2, RESTART_S, "a server is not started")
+
+
+def test_a_fleet_that_sleeps_while_a_new_server_gets_the_weights(
+    actor: Any, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both servers generate after the next update: none of them stays paused."""
+    trainer.push(step=11, seed=9)
+    loaded, resume = threading.Event(), RayTarget.resume
+
+    def resume_slowly(target: RayTarget) -> None:
+        loaded.set()
+        time.sleep(1.0)
+        resume(target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RayTarget, "resume", resume_slowly)
+        os.kill(main_pids(actor)[0], signal.SIGKILL)
+        assert loaded.wait(RESTART_S), "no new server"
+        get(actor.sleep.remote())
+    asyncio.run(trainer.engine.resume(["weights"]))
+    trainer.push(step=12, seed=10)
+    asyncio.run(trainer.engine.resume(["kv_cache"]))
+    wait_until(lambda: [state for state, _ in states(actor)] == ["healthy"] * 2, RESTART_S, "a server is not started")
+    outputs = get([ask(actor, max_tokens=12, replica=f"replica_{rank}") for rank in (0, 1) for _ in range(4)])
+    assert all(output["token_ids"] == trainer.expected(PROMPT, 12) for output in outputs)
 
 
 def test_wrong_requests_are_refused(actor: Any) -> None:

@@ -111,9 +111,9 @@ class RolloutManager:
             on_event,
         )
         loras = FleetLoras(args.get("lora_paths"))
-        self._recovery = RecoveryLoop(fleet, targets, recovery or RecoveryConfig(), loras.prepare_server)
+        self._recovery = recovering = RecoveryLoop(fleet, targets, recovery or RecoveryConfig(), loras.prepare_server)
         calls = FleetCalls(fleet, self._recovery)
-        self._memory = FleetMemory(fleet, calls, targets, self.mode, str(args["model_path"]))
+        self._memory = FleetMemory(fleet, calls, targets, self.mode, str(args["model_path"]), recovering.replay_lock)
         updates = FleetUpdates(fleet, self._recovery, calls, targets, config.timeouts.weights_s)
         self._backend = ManagedBackend(
             fleet, updates, self._memory, calls, loras, self._dispatcher, self._loop, launcher, self.mode

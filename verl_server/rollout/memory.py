@@ -20,10 +20,17 @@ class FleetMemory:
     """The memory of a fleet. Either all replicas release a memory tag, or none."""
 
     def __init__(
-        self, fleet: Fleet, calls: FleetCalls, targets: RoutingTargets, mode: RolloutMode, model_path: str
+        self,
+        fleet: Fleet,
+        calls: FleetCalls,
+        targets: RoutingTargets,
+        mode: RolloutMode,
+        model_path: str,
+        replay_lock: threading.Lock,
     ) -> None:
+        """`replay_lock`: see `RecoveryLoop`. A release waits until no server loads published weights."""
         self._fleet, self._calls, self._targets = fleet, calls, targets
-        self._mode, self._model_path = mode, model_path
+        self._mode, self._model_path, self._replay_lock = mode, model_path, replay_lock
         self._lock = threading.Lock()
         """Held during a release or a resume: a second call sees the memory as the first call has left it."""
 
@@ -32,7 +39,7 @@ class FleetMemory:
 
         Raises BadInputError for a standalone fleet and for tags that are released, ServerBusyError while requests run.
         """
-        with self._lock:
+        with self._lock, self._replay_lock:
             self._release(tags)
 
     def _release(self, tags: Sequence[str] | None) -> None:

@@ -47,8 +47,9 @@ class RecoveryLoop:
         self, fleet: Fleet, targets: RoutingTargets, config: RecoveryConfig, prepare_server: PrepareServer
     ) -> None:
         self._fleet, self._targets, self._config, self._prepare_server = fleet, targets, config, prepare_server
-        self._replay_lock = threading.Lock()
-        """Held while published weights are loaded into a new server. One server at a time."""
+        self.replay_lock = threading.Lock()
+        """Held while published weights are loaded into a new server, one server at a time. Also held while memory is
+        released: both pause the server, and none of them would continue it."""
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -154,7 +155,7 @@ class RecoveryLoop:
         When that fails several times, the replica stays STALE and takes part in the next update.
         """
         fleet = self._fleet
-        with self._replay_lock:
+        with self.replay_lock:
             with fleet.lock:
                 replay, version, adapter = fleet.replay, fleet.weight_version, replica.adapter
             if replay is None or adapter is None or replica.needs_update or time.monotonic() < replica.replay_after:
@@ -197,7 +198,7 @@ class RecoveryLoop:
 
     def wait_for_replay(self) -> None:
         """Return when no server is loading published weights. The trainer's staging memory is then unused."""
-        with self._replay_lock:
+        with self.replay_lock:
             pass
 
     def _watch(self) -> None:
@@ -214,7 +215,7 @@ class RecoveryLoop:
         if adapter is None or replica.state not in RUNNING:
             return
         if replica.state is ReplicaState.STALE:
-            if fleet.replay is not None and not self._replay_lock.locked():
+            if fleet.replay is not None and not self.replay_lock.locked():
                 fleet.executor.submit(self.load_published_weights, replica)
             return
         stats = self._targets.replica_stats(replica.name)
