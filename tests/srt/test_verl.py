@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -60,6 +61,10 @@ def test_a_run_survives_the_kill_of_a_server(tmp_path: Path) -> None:
         demo.wait(RUN_S)
     finally:
         demo.kill()
+        left = marked_processes(mark) if demo.returncode is None else {}
+        for pid in left:  # verl has a process group of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     log = (tmp_path / "verl.log").read_text()
     steps = json.loads((tmp_path / "metrics.json").read_text())["steps"]
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1)), log[-5000:]
