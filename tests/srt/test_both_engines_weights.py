@@ -147,6 +147,17 @@ def test_weights_after_a_release_of_all_memory(engine: VerlEngine, changed: Any)
     assert_equals_reference(engine, changed)
 
 
+@pytest.mark.timeout(120)
+def test_generation_continues_after_an_update_during_a_release(engine: VerlEngine, changed: Any) -> None:
+    """An update that has failed leaves the server paused. The next update ends the pause, also without a KV cache."""
+    adapter_of(engine).pause_generation(PauseMode.RETRACT)
+    engine.release_memory_occupation()
+    engine.resume_memory_occupation(["weights"])
+    engine.update_weights_from_tensor(changed.state_dict().items())
+    engine.resume_memory_occupation()
+    assert_equals_reference(engine, changed)
+
+
 def _push_shards(rank: int, world: int, server: RemoteServer, folder: str, version: int) -> list[list[int]]:
     """Push shards of rows and of columns, and replicated tensors, of which each rank has its part."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -112,6 +112,12 @@ class Server:
         self.call("continue_generation")
         self.paused = False
 
+    def end_update_pause(self) -> None:
+        if self.released_memory:
+            self.paused = False
+        else:
+            self.continue_generation()
+
     def update_weights_from_tensor(self, payloads: list[str], **_: Any) -> None:
         self.call("update_weights_from_tensor")
         message = json.loads(pickle.loads(base64.b64decode(payloads[0]))[0][0])

@@ -203,6 +203,7 @@ class HttpServerEngineAdapter:
 
     # -- internal: called by other folders of this package, no part of the public API -------------------
 
+    end_update_pause = _blocking(AsyncHttpServerEngineAdapter.end_update_pause)
     prepare_release = _blocking(AsyncHttpServerEngineAdapter.prepare_release)
     cancel_release = _blocking(AsyncHttpServerEngineAdapter.cancel_release)
     update_released_memory = _blocking(AsyncHttpServerEngineAdapter.update_released_memory)

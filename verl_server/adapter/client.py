@@ -223,6 +223,7 @@ class AsyncHttpServerEngineAdapter:
 
     # -- internal: called by other folders of this package, no part of the public API -------------------
 
+    end_update_pause = generation.end_update_pause
     prepare_release = memory_occupation.prepare_release
     cancel_release = memory_occupation.cancel_release
     update_released_memory = memory_occupation.update_released_memory

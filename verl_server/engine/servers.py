@@ -109,7 +109,7 @@ class HttpServers:
         self._call_all(lambda adapter: adapter.released_memory or adapter.pause_generation(mode))
 
     def resume(self) -> None:
-        self._call_all(lambda adapter: adapter.released_memory or adapter.continue_generation())
+        self._call_all(lambda adapter: adapter.end_update_pause())
 
     def begin_weight_update(self) -> None:
         self._call_all(lambda adapter: adapter.begin_weight_update())

@@ -109,7 +109,7 @@ class FleetUpdates:
     def resume(self) -> None:
         with self._timed("continue"):
             try:
-                self._call_members(lambda adapter: adapter.released_memory or adapter.continue_generation())
+                self._call_members(lambda adapter: adapter.end_update_pause())
                 self._is_paused = False
             finally:
                 self._fleet.set_admission_paused(False)
@@ -197,7 +197,7 @@ class FleetUpdates:
             with contextlib.suppress(VerlServerError):  # a server that fails here is recovered by the watch
                 self._calls.call_all(
                     self._fleet.servers(),
-                    lambda adapter: adapter.released_memory or not adapter.paused or adapter.continue_generation(),
+                    lambda adapter: not adapter.paused or adapter.end_update_pause(),
                 )
             self._is_paused = False
 

@@ -199,6 +199,14 @@ async def continue_generation(adapter: AsyncHttpServerEngineAdapter) -> None:
     connection.paused = connection.is_held = connection.needs_continue = False
 
 
+async def end_update_pause(adapter: AsyncHttpServerEngineAdapter) -> None:
+    """Internal. End the pause of a weight update. While memory is released, generation continues at its resume."""
+    if adapter.connection.released_memory:
+        adapter.connection.paused = False
+    else:
+        await continue_generation(adapter)
+
+
 async def flush_cache(adapter: AsyncHttpServerEngineAdapter) -> None:
     """Drop the prefix cache. Raises ServerBusyError while requests run that are not paused."""
     try:
