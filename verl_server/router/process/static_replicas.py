@@ -56,6 +56,8 @@ class ProbedServers:
         """Time of each server's last answer (`time.monotonic`)."""
         self._admitted_at: dict[str, float] = {}
         """Time of the last probe of each server that has admitted it."""
+        self._odd_infos: dict[str, str] = {}
+        """Why the `/server_info` of a server cannot be used, by name. It is logged once."""
         self.infos: dict[str, Json] = {}
         """SGLang's `/server_info` of the servers that have answered it, by name."""
         self.problems: dict[str, str] = {}
@@ -99,6 +101,7 @@ class ProbedServers:
         self._answering_since.pop(name, None)
         self._answered_at.pop(name, None)
         self._admitted_at.pop(name, None)
+        self._odd_infos.pop(name, None)
         self.problems.pop(name, None)
         self.infos.pop(name, None)
         adapter = self._adapters.pop(name)
@@ -145,11 +148,21 @@ class ProbedServers:
                 pool.add_replica(name, self._adapters[name], 0, admitted=False, will_serve=False)
             return
         if name not in self.infos:
-            # A scheduler that is busy answers a later probe.
-            with contextlib.suppress(VerlServerError, TimeoutError):
-                async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    server_info = await self._adapters[name].get_server_info()
-                pool.update_replica(name, dp_size=num_data_parallel_ranks(server_info))
+            await self._ask_info(name)
+
+    async def _ask_info(self, name: str) -> None:
+        """Ask a server for its `/server_info`. A scheduler that is busy answers after a later probe."""
+        with contextlib.suppress(VerlServerError, TimeoutError):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                server_info = await self._adapters[name].get_server_info()
+            try:
+                self._dispatcher.pool.update_replica(name, dp_size=num_data_parallel_ranks(server_info))
+            except Exception as error:  # noqa: BLE001 - any value may come; the probes of the server must not end
+                problem = f"{type(error).__name__}: {error}"
+                if self._odd_infos.get(name) != problem:
+                    logger.warning("the /server_info of replica %s cannot be used: %s", name, problem)
+                self._odd_infos[name] = problem
+            else:
                 self.infos[name] = server_info
 
     async def _ask(self, name: str) -> Json:
