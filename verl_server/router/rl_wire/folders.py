@@ -75,6 +75,24 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
     return await future
 
 
+def folder_signature(folder: Any) -> Any:
+    """Names, sizes and times of the files of a checkpoint or an adapter. Equal as long as nobody writes the files.
+
+    None for a folder that cannot be read. Blocking.
+    """
+    if not isinstance(folder, str):
+        return None
+    signature = []
+    try:
+        for path in sorted(Path(folder).iterdir()):
+            if path.suffix in (".safetensors", ".json"):
+                stat = path.stat()
+                signature.append((path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    except (OSError, ValueError):
+        return None
+    return signature
+
+
 def require_checkpoint_folder(folder: Any) -> None:
     """Raise BadInputError unless `folder` is an absolute path of a folder with files of safetensors.
 
