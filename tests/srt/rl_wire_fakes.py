@@ -53,6 +53,10 @@ class FakeServer:
         await self._receive("info")
         return {"weight_version": str(self.version)}
 
+    async def is_ready(self) -> bool:
+        await self._receive("ready")
+        return not self.is_paused
+
     async def get_server_info(self) -> dict[str, Any]:
         return {"model_path": str(self.model)}
 

@@ -1190,6 +1190,40 @@ def test_returned_tokens_survive_a_call_that_does_not_finish(reason: str) -> Non
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("other", [{"prompt": "hi"}, {"input_ids": [1], "sampling_params": {"regex": "a+"}}])
+def test_an_aborted_generation_that_cannot_continue_starts_again(other: dict[str, Any]) -> None:
+    """`abort` returns its tokens, and the next call with its id does not begin with them."""
+
+    class SlowServer(PausingServer):
+        async def generate_stream(self, **request: Any) -> Any:
+            async with self._record(request) as count:
+                reply = self._reply(10, finished=self.pauses)
+                if self.pauses:
+                    reply["meta_info"]["finish_reason"] = {"type": "abort", "message": "paused"}
+                yield reply
+                await asyncio.sleep(0.0 if self.pauses else 60.0)
+                yield self._reply(count, finished=True)
+
+    async def run() -> None:
+        dispatcher, server = Dispatcher(), SlowServer()
+        dispatcher.pool.add_replica("a", server, 0)
+        request = {**other, "sampling_params": {"max_new_tokens": 200, **other.get("sampling_params", {})}}
+        await dispatcher.generate(request, rid="same")  # its caller has the tokens, so that the id is kept
+        server.pauses = False
+        call = asyncio.ensure_future(dispatcher.generate(request, rid="same"))
+        await wait_for(lambda: len(server.requests) == 2 and dispatcher.snapshot().replicas[0].tokens_in_flight >= 10)
+        aborted = dispatcher.abort(["same"])["same"]
+        assert aborted is not None
+        assert aborted["output_ids"] == list(range(10))
+        await asyncio.gather(call, return_exceptions=True)
+        server.pauses = True
+        assert (await dispatcher.generate(request, rid="same"))["output_ids"] == list(range(10))
+        assert server.requests[-1].get("input_ids") == other.get("input_ids")
+        assert server.requests[-1]["sampling_params"]["max_new_tokens"] == 200
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("loses_more", [False, True])
 def test_returned_tokens_survive_a_refusal_of_the_server(loses_more: bool) -> None:
     """For example, the LoRA adapter of the request is not loaded for a moment. Tokens that came later may be lost."""

@@ -350,11 +350,26 @@ def test_a_server_that_was_silent_does_first_what_it_has_missed(router: Router, 
     router.post("/unload_lora_adapter", {"lora_name": "policy"})
 
 
+def test_a_missed_probe_does_not_take_away_an_adapter_in_use(router: Router, tmp_path: Path) -> None:
+    """SGLang unloads an adapter when its running requests have ended. Until then, the server would be left out."""
+    folder = write_adapter(tmp_path / "adapter", adapter_for(reference_model(router.folder), seed=1))
+    router.post("/load_lora_adapter", {"lora_name": "policy", "lora_path": folder})
+    running = [router.start(1900, model="policy") for _ in range(4)]
+    with router.silent_server():
+        pass
+    router.until_admitted(2)
+    assert not all(call.done() for call in running)
+    assert {call.result(WAIT_S)[0] for call in running} == {200}
+    router.post("/unload_lora_adapter", {"lora_name": "policy"})
+
+
 def test_a_router_that_is_started_during_a_pause_continues_the_servers(router: Router) -> None:
     with router_of(router.servers, router.folder) as first:
         first.post("/pause?mode=keep")
     with router_of(router.servers, router.folder) as second:
         waiting = second.start(4)
+        time.sleep(1.0)  # some probes
+        assert (second.num_admitted, waiting.done()) == (0, False), "the servers are paused"
         second.post("/resume")
         assert waiting.result(WAIT_S)[0] == 200
         assert {reply.result(WAIT_S)[0] for reply in [second.start(4) for _ in range(8)]} == {200}

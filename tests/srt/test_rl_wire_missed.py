@@ -116,18 +116,24 @@ def test_a_server_that_returns_during_an_update_has_missed_it(tiny: Tiny, monkey
     run(scenario)
 
 
-def test_a_router_that_is_started_after_an_update(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers below the highest version have missed an update, and all servers may be paused."""
+def test_a_router_that_is_started_after_an_update(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Servers below the highest version have missed an update, and all servers may be paused. Requests wait."""
     folder = tiny("qwen3")
     a, b = FakeServer("a", folder, 4), FakeServer("b", folder, 5)
     a.is_paused = b.is_paused = True
 
     async def scenario() -> None:
         async with fake_router(monkeypatch, a, b) as router:
-            await router.until_admitted("b")
+            waiting = asyncio.ensure_future(router.generate())
+            await router.probes()
+            assert router.admitted == ""
+            assert "replica http://b:1 receives no requests until it answers: the server is paused" in caplog.text
             assert await router.call("/resume") == (200, {"status": "resumed"})
             assert not a.is_paused
             assert not b.is_paused
+            assert {meta["server"] for meta in await waiting} == {"b"}
             await router.probes()
             assert {meta["server"] for meta in await router.generate()} == {"b"}
             assert await router.control.update_weights(str(folder)) == 6
@@ -165,7 +171,7 @@ def test_a_server_that_misses_resume_is_continued_later(
     hangs: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection breaks, or it receives the call and does not answer."""
-    monkeypatch.setattr(f"{CONTROL}.CONTINUE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("verl_server.router.rl_wire.pauses.CONTINUE_TIMEOUT_S", 0.1)
     folder = tiny("qwen3")
     a, b = FakeServer("a", folder), FakeServer("b", folder)
 

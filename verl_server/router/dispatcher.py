@@ -175,7 +175,7 @@ class Dispatcher:
         generation = running.generation
         if not generation.is_finished:
             generation.end_attempt()
-        if running.was_returned and generation.tokens:
+        if running.was_returned and generation.tokens and generation.can_continue:
             self._results.add(key, generation)
 
     def _attach(

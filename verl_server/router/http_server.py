@@ -82,7 +82,8 @@ class RouterHttpServer:
         return web.Server(self._handle, request_factory=make, handler_cancellation=True, access_log=None)
 
     async def close(self) -> None:
-        """Close the connections to the replicas."""
+        """Wait for running operations of a trainer, for a limited time, and close the connections to the replicas."""
+        await self._admin_routes.close()
         await self._forwarder.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:

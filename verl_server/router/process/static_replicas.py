@@ -16,6 +16,7 @@ from verl_server.errors import BadInputError, NotReadyError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.rl_wire.replica_control import ReplicaControl
+from verl_server.router.rl_wire.server_calls import AwaitedError
 from verl_server.types import Json, parse_weight_version
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ PROBE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 2.0
 RETURN_TIMEOUT_S = 60.0
 """Seconds after its last answer during which requests wait for a server when no other server answers. After that
-requests are refused, and its connections are closed. The connections of a server that answers stay open."""
+requests are refused, and its connections are closed. The connections of a server that answers stay open. Requests wait
+as long for a server that answers and must receive no requests, unless the router itself lets it serve again."""
 ServerCheck = Callable[[str, Json, float], Awaitable[None]]
 """Gets the name of a server, SGLang's `/model_info` of it, and the time since which the server has answered each probe
 (`time.monotonic`). A server that was started again has another time."""
@@ -44,7 +46,8 @@ class ProbedServers:
 
     def __init__(self, dispatcher: Dispatcher, check: ServerCheck | None = None) -> None:
         """`check`: is called at each probe that a server answers. It raises an exception for a server that must receive
-        no requests. It needs a deadline of its own: `set_servers` waits for it.
+        no requests: AwaitedError for one that requests wait for. It needs a deadline of its own: `set_servers` waits
+        for it.
         """
         self._dispatcher, self._check = dispatcher, check
         self._servers: dict[str, RemoteServer] = {}
@@ -54,8 +57,10 @@ class ProbedServers:
         """Time since which each server has answered each probe."""
         self._answered_at: dict[str, float] = {}
         """Time of each server's last answer (`time.monotonic`)."""
-        self._admitted_at: dict[str, float] = {}
-        """Time of the last probe of each server that has admitted it."""
+        self._awaited_at: dict[str, float] = {}
+        """Time of the last probe of each server that has admitted it, or has raised AwaitedError."""
+        self._odd_infos: dict[str, str] = {}
+        """Why the `/server_info` of a server cannot be used, by name. It is logged once."""
         self.infos: dict[str, Json] = {}
         """SGLang's `/server_info` of the servers that have answered it, by name."""
         self.problems: dict[str, str] = {}
@@ -98,7 +103,8 @@ class ProbedServers:
         del self._servers[name]
         self._answering_since.pop(name, None)
         self._answered_at.pop(name, None)
-        self._admitted_at.pop(name, None)
+        self._awaited_at.pop(name, None)
+        self._odd_infos.pop(name, None)
         self.problems.pop(name, None)
         self.infos.pop(name, None)
         adapter = self._adapters.pop(name)
@@ -126,7 +132,7 @@ class ProbedServers:
                 await self._check(name, info, self._answering_since.setdefault(name, time.monotonic()))
             version = parse_weight_version(info.get("weight_version"))
             pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
-            self._admitted_at[name] = time.monotonic()
+            self._awaited_at[name] = time.monotonic()
             self.problems.pop(name, None)
         except Exception as error:  # noqa: BLE001 - any failure means that no usable server answers at this address
             problem = f"{error}" or f"no answer within {PROBE_TIMEOUT_S:g} s"
@@ -138,18 +144,30 @@ class ProbedServers:
             self._adapters[name].connection.forget_server()
             now = time.monotonic()
             if now - self._answered_at.get(name, 0.0) < RETURN_TIMEOUT_S:
-                will_serve = now - self._admitted_at.get(name, 0.0) < RETURN_TIMEOUT_S
+                if isinstance(error, AwaitedError):
+                    self._awaited_at[name] = now
+                will_serve = now - self._awaited_at.get(name, 0.0) < RETURN_TIMEOUT_S
                 pool.update_replica(name, admitted=False, will_serve=will_serve)
             else:  # its connections might never be closed: the requests that run there continue elsewhere
                 await self._adapters[name].close_connections()
                 pool.add_replica(name, self._adapters[name], 0, admitted=False, will_serve=False)
             return
         if name not in self.infos:
-            # A scheduler that is busy answers a later probe.
-            with contextlib.suppress(VerlServerError, TimeoutError):
-                async with asyncio.timeout(PROBE_TIMEOUT_S):
-                    server_info = await self._adapters[name].get_server_info()
-                pool.update_replica(name, dp_size=num_data_parallel_ranks(server_info))
+            await self._ask_info(name)
+
+    async def _ask_info(self, name: str) -> None:
+        """Ask a server for its `/server_info`. A scheduler that is busy answers after a later probe."""
+        with contextlib.suppress(VerlServerError, TimeoutError):
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                server_info = await self._adapters[name].get_server_info()
+            try:
+                self._dispatcher.pool.update_replica(name, dp_size=num_data_parallel_ranks(server_info))
+            except Exception as error:  # noqa: BLE001 - any value may come; the probes of the server must not end
+                problem = f"{type(error).__name__}: {error}"
+                if self._odd_infos.get(name) != problem:
+                    logger.warning("the /server_info of replica %s cannot be used: %s", name, problem)
+                self._odd_infos[name] = problem
+            else:
                 self.infos[name] = server_info
 
     async def _ask(self, name: str) -> Json:

@@ -8,6 +8,7 @@
     models.py       the served models and LoRA adapters
     admin.py        handlers of the routes that pause the router and update weights, which need the admin key
     replica_control.py  pauses, weights and LoRA adapters of all servers of a router
+    pauses.py       pauses a router and its servers, and continues them
     server_calls.py  calls of all servers that answer
     weight_record.py  which servers have the weights of the last update
     lora_control.py  LoRA adapters, and which servers have them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
@@ -14,6 +15,10 @@ from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.types import Json
 from verl_server.validation import did_you_mean
 
+logger = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 60.0
+"""Maximum number of seconds that a router which ends waits for running operations."""
 #: Methods and paths of the routes. The LoRA routes have a second path, which is vLLM's own.
 ADMIN_ROUTES = (
     ("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/update_weights"),
@@ -33,8 +38,8 @@ _QUERY_PATH = "/pause"
 class AdminRoutes:
     """Handlers of `ADMIN_ROUTES`. An operation continues when its caller leaves.
 
-    A call with the same arguments as the last operation waits for it while it runs: trainers repeat a call whose answer
-    they did not wait for, and the weights must not be loaded twice.
+    A call with the same arguments as the last operation waits for it while it runs, if the files of its folder have not
+    changed: trainers repeat a call whose answer they did not wait for, and the weights must not be loaded twice.
     """
 
     def __init__(self, control: ReplicaControl | None) -> None:
@@ -42,6 +47,8 @@ class AdminRoutes:
         self._control = control
         self._last: tuple[str, asyncio.Task[Json]] | None = None
         """The operation that was created last, with its path and arguments."""
+        self._running: dict[asyncio.Task[Json], str] = {}
+        """Operations that have not ended, with their paths."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request whose key has been checked."""
@@ -57,16 +64,54 @@ class AdminRoutes:
         raw = await request.read()
         path = request.path.removeprefix("/v1")
         arguments = _read_arguments(request, path, parse_object(raw) if raw else {})
-        key = f"{path} {sorted(arguments.items())!r}"
-        if self._last is None or self._last[0] != key or self._last[1].done():
-            self._last = key, asyncio.create_task(_operation(control, path, arguments))
-            self._last[1].add_done_callback(_note_error)
+        task = await self._join(control, path, arguments) or self._start(control, path, arguments)
         try:
-            return json_response(await asyncio.shield(self._last[1]))
+            return json_response(await asyncio.shield(task))
         except VerlServerError as error:
             if error.details.get("status") in (401, 403):
                 raise _replica_key_error(error) from error
             raise
+
+    async def _join(self, control: ReplicaControl, path: str, arguments: Json) -> asyncio.Task[Json] | None:
+        """The last operation, if it runs and does what a call with these arguments asks for.
+
+        A trainer may write other weights into the same folder. Then the call is an operation of its own.
+        """
+        last, key = self._last, _key_of(path, arguments)
+        if last is None or last[0] != key or last[1].done():
+            return None
+        folder = arguments.get("weight_dir") or arguments.get("lora_path")
+        if folder is None or not await control.has_changed(folder):
+            return last[1]
+        if self._last is not last and self._last is not None and self._last[0] == key:
+            return self._last[1]  # the same call, which was repeated meanwhile, has started it
+        return None
+
+    def _start(self, control: ReplicaControl, path: str, arguments: Json) -> asyncio.Task[Json]:
+        task = asyncio.create_task(_operation(control, path, arguments))
+        task.add_done_callback(_note_error)
+        self._last = _key_of(path, arguments), task
+        self._running[task] = path
+        task.add_done_callback(self._running.pop)
+        return task
+
+    async def close(self) -> None:
+        """Wait at most `END_TIMEOUT_S` for the running operations, which may have paused servers. Cancel pauses."""
+        for task, path in self._running.items():
+            if path == "/pause":
+                task.cancel()
+        if not self._running:
+            return
+        names = ", ".join(sorted(set(self._running.values())))
+        logger.warning("the router ends after the running operations (%s), in at most %g s", names, END_TIMEOUT_S)
+        _, late = await asyncio.wait(list(self._running), timeout=END_TIMEOUT_S)
+        for task in late:
+            logger.warning("%s has not come to its end: the servers may be paused", self._running.get(task))
+            task.cancel()
+
+
+def _key_of(path: str, arguments: Json) -> str:
+    return f"{path} {sorted(arguments.items())!r}"
 
 
 def _read_arguments(request: web.BaseRequest, path: str, body: Json) -> Json:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +37,60 @@ async def in_thread(work: Callable[[], T], folder: Any) -> T:
     """The result of `work`, which reads `folder`, in a thread. Raises DeadlineError after `FOLDER_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(FOLDER_TIMEOUT_S):
-            return await asyncio.to_thread(work)
+            return await _in_daemon_thread(work)
     except TimeoutError as error:
         raise DeadlineError(
             f"{folder!r:.200} could not be read within {FOLDER_TIMEOUT_S:g} s",
             operation="read",
             seconds=FOLDER_TIMEOUT_S,
         ) from error
+
+
+async def _in_daemon_thread(work: Callable[[], T]) -> T:
+    """The result of `work` in a thread of its own. A thread that hangs neither keeps the process from ending nor delays
+    the work of other threads, as one of asyncio's executor would.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def resolve(value: Any, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        value: Any = None
+        failure: BaseException | None = None
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001 - raised in the coroutine that waits
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(resolve, value, failure)
+
+    threading.Thread(target=run, name="verl-server-folder", daemon=True).start()
+    return await future
+
+
+def folder_signature(folder: Any) -> Any:
+    """Names, sizes and times of the files of a checkpoint or an adapter. Equal as long as nobody writes the files.
+
+    None for a folder that cannot be read. Blocking.
+    """
+    if not isinstance(folder, str):
+        return None
+    signature = []
+    try:
+        for path in sorted(Path(folder).iterdir()):
+            if path.suffix in (".safetensors", ".json"):
+                stat = path.stat()
+                signature.append((path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    except (OSError, ValueError):
+        return None
+    return signature
 
 
 def require_checkpoint_folder(folder: Any) -> None:

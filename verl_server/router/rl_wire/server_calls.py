@@ -17,6 +17,10 @@ Call = Callable[[str, AsyncHttpServerEngineAdapter], Awaitable[Any]]
 """Calls a server; its name comes first."""
 
 
+class AwaitedError(NotReadyError):
+    """A server must receive no requests now. The router itself lets it receive requests later."""
+
+
 async def find_answering(servers: Servers) -> dict[str, AsyncHttpServerEngineAdapter]:
     """The servers that answer now, which take part in the operation. Raises NotReadyError if none does.
 
@@ -55,13 +59,17 @@ async def call_all(servers: Servers, call: Call, may_miss: Callable[[BaseExcepti
     A server with an error that `may_miss` accepts is left out, unless it is the last one. Other errors are raised
     when all calls have ended.
     """
-    answering = await find_answering(servers)
+    return await call_each(await find_answering(servers), call, may_miss)
+
+
+async def call_each(answering: Servers, call: Call, may_miss: Callable[[BaseException], bool] = is_lost) -> set[str]:
+    """Call all of these servers, as `call_all` does."""
     outcomes = await asyncio.gather(*(call(name, server) for name, server in answering.items()), return_exceptions=True)
     errors = {
         name: outcome for name, outcome in zip(answering, outcomes, strict=True) if isinstance(outcome, BaseException)
     }
     if refusals := [error for error in errors.values() if not may_miss(error)]:
         raise refusals[0]
-    if len(errors) == len(answering):
+    if errors and len(errors) == len(answering):
         raise next(iter(errors.values()))
     return answering.keys() - errors.keys()

@@ -12,6 +12,9 @@ from verl_server.validation import is_whole_number
 
 logger = logging.getLogger(__name__)
 
+SILENCE_S = 60.0
+"""Seconds after the last answer of a server for which its version counts."""
+
 
 class WeightRecord:
     """The updates of the weights through one router.
@@ -25,20 +28,24 @@ class WeightRecord:
         """Version of the last update through this router. None before the first one."""
         self.torn: str | None = None
         """Why the served weights are not whole."""
-        self._folder: str | None = None
-        """Folder of the last update."""
+        self._folder: tuple[Any, Any] | None = None
+        """Folder of the last update, and its signature."""
         self._servers: frozenset[str] | None = None
         """Names of the servers that load the weights now, or have loaded the last ones. None: all servers may serve."""
+        self._versions: dict[str, tuple[int, float]] = {}
+        """Version of each server at its last answer, and the time of this answer (`time.monotonic`)."""
         self._highest = 0
-        """Highest version of a server before the first update."""
+        """Highest of these versions, without those of servers that are silent for `SILENCE_S`."""
 
     def begin(self, servers: Iterable[str]) -> None:
         """An update begins on these servers."""
         self.torn = "an update of the weights has not come to its end"
         self._servers = frozenset(servers)
 
-    def end(self, folder: str, version: int, outcomes: Mapping[str, Any]) -> set[str]:
-        """The update has ended; returns the servers that have loaded the weights. `outcomes`: exceptions by server.
+    def end(self, folder: tuple[Any, Any], version: int, outcomes: Mapping[str, Any]) -> set[str]:
+        """The update has ended; returns the servers that have loaded the weights.
+
+        `folder`: the folder and its signature. `outcomes`: exceptions by server.
 
         Servers that were lost meanwhile are left out, if another one has loaded the weights. Raises TornWeightsError
         if no server has, or if one has refused. Then all requests wait, and each server may take part in the next one.
@@ -56,9 +63,14 @@ class WeightRecord:
         self.version, self._folder = version, folder
         return set(self._servers)
 
-    def is_repeated(self, folder: Any, version: Any) -> bool:
-        """Whether an update with these arguments has succeeded already, and no other one has begun since."""
-        return not self.torn and version is not None and (folder, version) == (self._folder, self.version)
+    def is_repeated(self, folder: Any, signature: Any, version: Any) -> bool:
+        """Whether an update with these arguments has succeeded already, and no other one has begun since.
+
+        `signature`: that of the folder now. None if it cannot be read any more.
+        """
+        if self.torn or self._folder is None or version is None or (folder, version) != (self._folder[0], self.version):
+            return False
+        return signature in (None, self._folder[1])
 
     def next_version(self, given: Any, largest: int) -> int:
         """The version of the next update; `largest`: that of all servers. Raises BadInputError.
@@ -72,11 +84,18 @@ class WeightRecord:
             raise BadInputError(f"weight_version must be a whole number above {largest}, got {given!r:.100}")
         return int(given)
 
-    def note_version(self, version: int) -> bool:
-        """Note the version of a server. Returns whether the other servers must be checked again: theirs are lower."""
-        is_higher = self.version is None and not self.torn and version > self._highest
-        self._highest = max(self._highest, version)
-        return is_higher
+    def note_version(self, server: str, version: int, now: float) -> bool:
+        """Note the version of a server. Returns whether the other servers must be checked again: theirs are lower.
+
+        The version of a server that does not answer counts for `SILENCE_S`: other servers may have missed its update.
+        After that the server is lost, or was started again with other weights.
+        """
+        self._versions[server] = version, now
+        before, self._highest = self._highest, self._highest_at(now)
+        return self.version is None and not self.torn and version > before
+
+    def _highest_at(self, now: float) -> int:
+        return max((version for version, answered_at in self._versions.values() if now - answered_at < SILENCE_S))
 
     def require_current(self, server: str, version: int) -> None:
         """Raise NotReadyError for a server that does not have the weights of the last update."""
