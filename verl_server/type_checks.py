@@ -162,7 +162,7 @@ def _fits(value: object, expected: Any, numbers: NumberRange) -> bool:
         return is_finite_number(value) and (value > 0 or (value == 0 and numbers is NumberRange.NOT_NEGATIVE))
     is_protocol = getattr(kind, "_is_protocol", False)
     is_unchecked = is_protocol and not getattr(kind, "_is_runtime_protocol", False)
-    if is_unchecked or not isinstance(kind, type):  # isinstance takes no such protocol, and neither Any nor a variable
+    if kind is Any or is_unchecked or not isinstance(kind, type):  # isinstance takes no such protocol and no variable
         return True
     if is_protocol and isinstance(value, type):  # a class has the methods of its instances
         return False

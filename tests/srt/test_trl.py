@@ -145,7 +145,7 @@ def test_async_grpo_trains_on_samples_with_their_versions_although_a_server_is_k
         ("token_budget", "BadInputError: without a token_budget"),
         ("iterable", "BadInputError: train_dataset must have rows and a length"),
         ("no_reward", "BadInputError: FleetRolloutWorker needs a reward function"),
-        ("broken_reward", "VerlServerError: the rollout worker failed: RuntimeError: no judge"),
+        ("broken_reward", "VerlServerError: reward function broken_reward failed: RuntimeError: no judge"),
     ],
 )
 def test_what_cannot_work_is_refused(result: dict[str, Any], case: str, expected: str) -> None:

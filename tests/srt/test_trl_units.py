@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import re
 import sys
 import threading
 import time
@@ -10,7 +12,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from verl_server import (
     AdapterConfig,
@@ -36,9 +40,14 @@ from verl_server.integrations.trl import (
 )
 from verl_server.integrations.trl.completions import parse_completion
 from verl_server.integrations.trl.mesh import require_one_gpu
+from verl_server.integrations.trl.reward_columns import RewardFunctions
 from verl_server.integrations.trl.sampling import fit_into_context
 
 MAX_TOKENS = 10
+
+
+def _reward_of_nothing() -> list[float]:
+    return []
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +121,7 @@ def test_the_arguments_of_the_fleet_do_not_go_to_the_engine(started: tuple[Recor
         ({"replicas": 0}, "replicas must be a whole number of at least 1"),
         ({"weights": "disk"}, "weights must be a WeightsConfig"),
         ({"port": 8000}, "each replica chooses a free port"),
+        ({"seed": 3}, "no server argument 'seed'; did you mean 'random_seed'"),
     ],
 )
 def test_arguments_are_refused_before_a_server_starts(
@@ -150,6 +160,92 @@ def test_sampling_params_cannot_replace_those_of_the_trainer(name: str) -> None:
         FleetRolloutFunc(_servers(FakeRouter()), sampling_params={name: 1})
     with pytest.raises(BadInputError, match=f"sampling_params must not have {name}: "):
         _worker(FakeRouter(), sampling_params={name: 1})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sampling_params": ["x"]}, r"sampling_params must be a dict or None, got \['x'\]"),
+        ({"sampling_params": "top_k=3"}, "sampling_params must be a dict or None, got 'top_k=3'"),
+        ({"seed": "3"}, "seed must be a whole number or None, got '3'"),
+        ({"sampling_parms": {}}, "no argument 'sampling_parms'; did you mean 'sampling_params'"),
+    ],
+)
+def test_arguments_of_the_generation(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        FleetRolloutFunc(_servers(FakeRouter()), **arguments)
+    with pytest.raises(BadInputError, match=message):
+        FleetRolloutWorker(_servers(FakeRouter()), **(_worker_arguments() | arguments))
+
+
+def test_the_class_is_no_rollout_func() -> None:
+    """TRL calls a `rollout_func` with the prompts and the trainer."""
+    make: Any = FleetRolloutFunc
+    with pytest.raises(BadInputError, match=r"FleetRolloutFunc: too many positional arguments; its arguments are serv"):
+        make(["a prompt"], SimpleNamespace())
+
+
+class GRPOConfig:
+    """The arguments of TRL's other trainer."""
+
+    n_gpu = 1
+
+
+class AsyncGRPOConfig(GRPOConfig):
+    """The class, which a user has passed instead of an object of it."""
+
+    token_budget = None
+
+
+class RewardModel:
+    """A model of transformers: it is callable."""
+
+    def __call__(self, **_: Any) -> None:
+        pass
+
+    def from_pretrained(self) -> None:
+        pass
+
+
+FUNCTIONS = "reward_funcs must be a function or a list of functions, got"
+ROWS = [{"prompt": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reward_funcs": "org/rm"}, f"{FUNCTIONS} 'org/rm' .* For a reward model, write a function that calls it"),
+        ({"reward_funcs": ["org/rm"]}, f"{FUNCTIONS} 'org/rm'"),
+        ({"reward_funcs": [1.0]}, f"{FUNCTIONS} float"),
+        ({"reward_funcs": None}, f"{FUNCTIONS} NoneType"),
+        ({"reward_funcs": RewardModel()}, f"{FUNCTIONS} RewardModel"),
+        ({"reward_funcs": []}, "needs a reward function: pass reward_funcs="),
+        (
+            {"train_dataset": {"train": ROWS}},
+            r"train_dataset must be a Dataset or a list .*, got dict: .*\[\"train\"\]",
+        ),
+        ({"train_dataset": "org/data"}, "train_dataset must be a Dataset or a list .*, got str: write load_dataset"),
+        ({"train_dataset": None}, "train_dataset must have rows and a length: .*; got NoneType"),
+        ({"train_dataset": iter(ROWS)}, "train_dataset must have rows and a length: load an IterableDataset"),
+        (
+            {"processing_class": None},
+            "processing_class must be a tokenizer, got None: write AutoTokenizer.from_pretrai",
+        ),
+        ({"processing_class": "org/policy"}, "processing_class must be a tokenizer, got 'org/policy'"),
+        ({"processing_class": _reward_of_nothing}, "processing_class must be a tokenizer, got <function"),
+        ({"processing_class": SimpleNamespace(tokenizer=1)}, "must be a tokenizer, got .*: pass its tokenizer"),
+        ({"processing_class": SimpleNamespace(eos_token_id=None)}, "has no eos_token_id, .*: set its eos_token"),
+        ({"args": GRPOConfig()}, r"args must be the AsyncGRPOConfig\(...\) of the trainer, got GRPOConfig"),
+        ({"args": AsyncGRPOConfig}, "args must be .* got the class AsyncGRPOConfig"),
+        ({"args": AsyncGRPOConfig()}, "without a token_budget"),
+        ({"args": ROWS, "train_dataset": AsyncGRPOConfig()}, "args must be .*, got list"),
+        ({"start_index": "3"}, "start_index must be a whole number, got '3'"),
+        ({"start_index": -1}, "start_index must be a whole number of at least 0, got -1"),
+    ],
+)
+def test_arguments_of_the_worker(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        FleetRolloutWorker(_servers(FakeRouter()), **(_worker_arguments() | arguments))
 
 
 def test_one_trainer_process_on_several_gpus() -> None:
@@ -222,6 +318,21 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def _worker_arguments(**settings: Any) -> dict[str, Any]:
+    """Arguments of a worker. `settings`: changes of the trainer's arguments."""
+    of_trainer = {
+        "n_gpu": 1, "token_budget": 0, "queue_maxsize": 4, "num_generations": 2, "max_inflight_tasks": 2,
+        "request_timeout": 60, "max_completion_length": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
+        "repetition_penalty": 1.0, "chat_template_kwargs": None, **settings,
+    }  # fmt: skip
+    return {
+        "args": SimpleNamespace(**of_trainer),
+        "train_dataset": [{"prompt": "1"}],
+        "reward_funcs": _reward,
+        "processing_class": FakeTokenizer(),
+    }
+
+
 def _worker(
     router: FakeRouter,
     *,
@@ -230,15 +341,10 @@ def _worker(
     sampling_params: dict[str, Any] | None = None,
     **more: Any,
 ) -> FleetRolloutWorker:
-    settings = {
-        "n_gpu": 1, "token_budget": 0, "queue_maxsize": 4, "num_generations": 2, "max_inflight_tasks": 2,
-        "request_timeout": 60, "max_completion_length": 8, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None,
-        "repetition_penalty": 1.0, "chat_template_kwargs": None, **more,
-    }  # fmt: skip
-    return FleetRolloutWorker(
-        _servers(router), SimpleNamespace(**settings), rows or [{"prompt": "1"}], reward, FakeTokenizer(),
-        sampling_params=sampling_params,
-    )  # fmt: skip
+    arguments = _worker_arguments(**more) | {"reward_funcs": reward, "sampling_params": sampling_params}
+    if rows is not None:
+        arguments["train_dataset"] = rows
+    return FleetRolloutWorker(_servers(router), **arguments)
 
 
 @contextlib.contextmanager
@@ -341,3 +447,73 @@ def test_a_row_without_a_prompt() -> None:
         error = _health_error(worker)
     assert isinstance(error, BadInputError)
     assert error.message == "a row of train_dataset has no prompt; its columns are ['question']"
+
+
+# -- reward functions ----------------------------------------------------------------------------------
+
+
+def _call(function: Callable[..., Any]) -> list[list[float | None]]:
+    """The rewards of two completions."""
+    columns = {"completions": ["a", "b"], "answer": ["c", "c"]}
+    return asyncio.run(RewardFunctions([function]).compute(columns))
+
+
+def test_rewards_can_be_arrays() -> None:
+    assert _call(lambda **_: np.array([1, 2])) == [[1.0, 2.0]]
+    assert _call(lambda **_: (np.float32(0.5), None)) == [[0.5, None]]
+    assert _call(lambda **_: torch.tensor([1.0, 0.0])) == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        (1.0, "1.0;"),
+        (None, "None;"),
+        (np.float64(1.0), "np.float64(1.0);"),
+        (np.array(1.0), "array(1.);"),
+        ("ab", "'ab';"),
+        ({"a": 1.0, "b": 2.0}, "{'a': 1.0, 'b': 2.0};"),
+        (["x", "y"], "'x' as a reward;"),
+        ([[1.0], [2.0]], "[1.0] as a reward;"),
+        (np.ones((2, 2)), "array([1., 1.]) as a reward;"),
+        (torch.ones(2, 2), "tensor([1., 1.]) as a reward;"),
+    ],
+)
+def test_results_that_are_no_rewards(result: Any, shown: str) -> None:
+    def judge(**_: Any) -> Any:
+        return result
+
+    must = "it must return a list of 2 numbers or None, one for each completion"
+    with pytest.raises(BadInputError, match=rf"^{re.escape(f'reward function judge returned {shown} {must}')}$"):
+        _call(judge)
+
+
+def test_columns_that_a_reward_function_does_not_take() -> None:
+    def judge(completions: list[str]) -> list[float]:
+        return [1.0] * len(completions)
+
+    def other(solution: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(solution)
+
+    with pytest.raises(BadInputError, match=r"function judge: .*'answer'; columns .* as keywords: add \*\*kwargs$"):
+        _call(judge)
+    with pytest.raises(
+        BadInputError, match=r"function other: .*'solution'; .* keywords: there are completions, answer$"
+    ):
+        _call(other)
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TypeError("unsupported operand")], ids=repr)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_errors_of_reward_functions_have_their_names(error: Exception, is_async: bool) -> None:
+    def judge(**_: Any) -> list[float]:
+        raise error
+
+    async def async_judge(**_: Any) -> list[float]:
+        raise error
+
+    name = "async_judge" if is_async else "judge"
+    with running(_worker(FakeRouter(), reward=async_judge if is_async else judge)) as worker:
+        found = _health_error(worker)
+    assert found.message == f"reward function {name} failed: {type(error).__name__}: {error}"
+    assert found.__cause__ is error

@@ -40,7 +40,8 @@ from verl_server.integrations.verl.actor.generation import (
     require_no_other_media,
 )
 from verl_server.integrations.verl.actor.replay_jobs import ReplayJobs
-from verl_server.integrations.verl.fleet_spec import FleetSpec, OwnSettings
+from verl_server.integrations.verl.fleet_spec import FleetSpec
+from verl_server.integrations.verl.own_settings import OwnSettings
 from verl_server.integrations.verl.ray_fleet import RayFleet
 from verl_server.integrations.verl.ray_target import RayTarget
 from verl_server.integrations.verl.trainer_engine import TrainerEngine, find_fleet

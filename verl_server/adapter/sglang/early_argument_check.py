@@ -21,6 +21,7 @@ SGLANG_NAMES = {
     "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size", "model": "model_path",
     "model_name_or_path": "model_path", "tokenizer": "tokenizer_path", "gpu_memory_utilization": "mem_fraction_static",
     "max_model_len": "context_length", "max_num_seqs": "max_running_requests", "torch_dtype": "dtype",
+    "seed": "random_seed",
 }  # fmt: skip
 #: Where the settings classes are passed.
 _SETTINGS = {

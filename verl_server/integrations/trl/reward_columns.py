@@ -8,14 +8,15 @@ import functools
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from verl_server.agent.user_code import call_user_function
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, VerlServerError
+from verl_server.validation import is_list
 
 RewardFunc = Callable[..., Any]
 """TRL's reward function: gets lists of prompts, completions and columns, and returns a reward or None for each."""
@@ -40,6 +41,22 @@ class Scores:
     """Standard deviation of the rewards. NaN without rewards."""
 
 
+def parse_reward_funcs(reward_funcs: object) -> list[RewardFunc]:
+    """The reward functions of a function or a list of functions. Raises BadInputError for anything else."""
+    functions: list[Any] = list(reward_funcs) if is_list(reward_funcs) else [reward_funcs]
+    if not functions:
+        raise BadInputError("FleetRolloutWorker needs a reward function: pass reward_funcs=", argument="reward_funcs")
+    for function in functions:
+        if not callable(function) or hasattr(function, "from_pretrained"):  # models and tokenizers are callable
+            got = f"{function!r} (str)" if isinstance(function, str) else type(function).__name__
+            raise BadInputError(
+                f"reward_funcs must be a function or a list of functions, got {got}. For a reward model, write a "
+                "function that calls it",
+                argument="reward_funcs",
+            )
+    return functions
+
+
 class RewardFunctions:
     """The reward functions of a worker, and the calls that run now."""
 
@@ -50,10 +67,11 @@ class RewardFunctions:
         self._threads = asyncio.Semaphore(NUM_THREADS)
         self._running: dict[object, tuple[str, float]] = {}
 
-    async def compute(self, columns: Mapping[str, Any]) -> list[list[Any]]:
+    async def compute(self, columns: Mapping[str, Any]) -> list[list[float | None]]:
         """The values of each reward function. Its arguments are `columns`. Ordinary functions run in daemon threads.
 
-        Raises BadInputError for a result of another length, and the errors of the functions.
+        Raises BadInputError for a function that does not take the columns and for a result that is not a list with one
+        number or None for each completion. Raises VerlServerError for an error of a function, which is its cause.
         """
         calls = zip(self.names, self._functions, strict=True)
         return await asyncio.gather(*(self._call(name, function, columns) for name, function in calls))
@@ -63,20 +81,60 @@ class RewardFunctions:
         started = min(list(self._running.values()), key=lambda call: call[1], default=None)
         return None if started is None else (started[0], time.monotonic() - started[1])
 
-    async def _call(self, name: str, function: RewardFunc, columns: Mapping[str, Any]) -> list[Any]:
+    async def _call(self, name: str, function: RewardFunc, columns: Mapping[str, Any]) -> list[float | None]:
         is_async = _is_async(function)
         async with contextlib.nullcontext() if is_async else self._threads:
             call = object()
             self._running[call] = (name, time.monotonic())
             try:
                 bound = functools.partial(function, **columns)
-                values = list(await (bound() if is_async else call_user_function(bound)))
+                result = await (bound() if is_async else call_user_function(bound))
+            except Exception as error:
+                raise _describe_failure(name, function, columns, error) from error
             finally:
                 del self._running[call]
-        expected = len(columns["completions"])
-        if len(values) != expected:
-            raise BadInputError(f"reward function {name} returned {len(values)} rewards for {expected} completions")
-        return values
+        return _parse_rewards(name, result, len(columns["completions"]))
+
+
+def _describe_failure(name: str, function: RewardFunc, columns: Mapping[str, Any], error: Exception) -> VerlServerError:
+    """The error of a reward function whose call has raised `error`."""
+    if isinstance(error, TypeError):
+        try:
+            inspect.signature(function).bind(**columns)
+        except TypeError as mismatch:
+            keywords = f"there are {', '.join(columns)}" if "missing" in str(mismatch) else "add **kwargs"
+            return BadInputError(
+                f"reward function {name}: {mismatch}; columns of the data set are passed as keywords: {keywords}"
+            )
+        except ValueError:  # functions of C can have no signature
+            pass
+    return VerlServerError(f"reward function {name} failed: {type(error).__name__}: {error}")
+
+
+def _parse_rewards(name: str, result: Any, num_completions: int) -> list[float | None]:
+    """The rewards that a function has returned: a list, or an array, of one number or None for each completion."""
+    expected = f"a list of {num_completions} numbers or None, one for each completion"
+    is_iterable = isinstance(result, Iterable) and not isinstance(result, (str, bytes, Mapping))
+    try:
+        values = list(result) if is_iterable else None
+    except TypeError:  # an array without dimensions
+        values = None
+    if values is None:
+        raise BadInputError(f"reward function {name} returned {result!r:.100}; it must return {expected}")
+    if len(values) != num_completions:
+        raise BadInputError(f"reward function {name} returned {len(values)} rewards for {num_completions} completions")
+    return [_parse_reward(name, value, expected) for value in values]
+
+
+def _parse_reward(name: str, value: Any, expected: str) -> float | None:
+    if value is None:
+        return None
+    try:
+        if not isinstance(value, (str, bytes)):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor with several elements
+        pass
+    raise BadInputError(f"reward function {name} returned {value!r:.100} as a reward; it must return {expected}")
 
 
 def score_group(names: Sequence[str], values: Sequence[Sequence[Any]]) -> Scores:

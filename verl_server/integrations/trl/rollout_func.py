@@ -11,6 +11,7 @@ from verl_server.integrations.trl.generation import ServerGeneration, no_images
 from verl_server.integrations.trl.sampling import require_free_params
 from verl_server.integrations.trl.servers import RolloutServers, require_servers
 from verl_server.integrations.trl.version import require_trl
+from verl_server.type_checks import check_arguments
 
 
 class FleetRolloutFunc:
@@ -25,6 +26,7 @@ class FleetRolloutFunc:
     One object serves one trainer.
     """
 
+    @check_arguments(skip=("servers",))
     def __init__(
         self, servers: RolloutServers, *, sampling_params: Mapping[str, Any] | None = None, seed: int | None = None
     ) -> None:

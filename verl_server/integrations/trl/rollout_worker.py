@@ -14,9 +14,11 @@ from verl_server.errors import BadInputError, DeadlineError, ShutDownError, Verl
 from verl_server.integrations.trl.group_maker import GroupMaker
 from verl_server.integrations.trl.mesh import require_one_gpu
 from verl_server.integrations.trl.policy_versions import PolicyVersions
-from verl_server.integrations.trl.reward_columns import RewardFunc, RewardFunctions
+from verl_server.integrations.trl.reward_columns import RewardFunc, RewardFunctions, parse_reward_funcs
 from verl_server.integrations.trl.servers import RolloutServers, require_servers
 from verl_server.integrations.trl.version import require_trl
+from verl_server.type_checks import check_arguments
+from verl_server.validation import require_whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class FleetRolloutWorker:
     One object serves one trainer. TRL starts and stops it.
     """
 
+    @check_arguments(skip=("servers", "reward_funcs"))
     def __init__(
         self,
         servers: RolloutServers,
@@ -67,27 +70,16 @@ class FleetRolloutWorker:
         """
         require_trl()
         require_servers(servers)
-        require_one_gpu(args)
+        _require_trainer_args(args)
         if servers.fleet is None:
             raise BadInputError("FleetRolloutWorker needs the fleet, which is on rank 0: make the worker there")
-        if args.token_budget is None:
-            raise BadInputError(
-                "without a token_budget, AsyncGRPOTrainer asks a vLLM server for it: set "
-                "AsyncGRPOConfig(token_budget=...) to the context length of the servers, or to 0 for batches of "
-                "per_device_train_batch_size samples"
-            )
-        if not isinstance(train_dataset, Sized) or not len(train_dataset):
-            raise BadInputError(
-                "train_dataset must have rows and a length: load an IterableDataset into a Dataset, for example with "
-                "Dataset.from_list(list(train_dataset))"
-            )
-        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
-        if not functions:
-            raise BadInputError("FleetRolloutWorker needs a reward function: pass reward_funcs=")
+        _require_rows(train_dataset)
+        _require_tokenizer(processing_class)
+        require_whole_number("start_index", start_index, 0)
         self._engine, self._args, self._start_index = servers.engine, args, start_index
         self._dataset: Any = train_dataset
         self._versions = PolicyVersions()
-        self._rewards = RewardFunctions(functions)
+        self._rewards = RewardFunctions(parse_reward_funcs(reward_funcs))
         self._maker = GroupMaker(
             servers.fleet.router, args, self._rewards, processing_class, self._versions, sampling_params or {}, seed,
             servers.max_tokens)  # fmt: skip
@@ -202,3 +194,49 @@ class FleetRolloutWorker:
             self.metrics_queue.put_nowait(metrics)
         except queue.Full:
             logger.debug("the trainer takes no metrics: those of group %d are dropped", group_id)
+
+
+def _require_trainer_args(args: Any) -> None:
+    """Raise BadInputError or UnsupportedError unless the worker can generate for a trainer with these arguments."""
+    if isinstance(args, type) or not (hasattr(args, "token_budget") and hasattr(args, "n_gpu")):
+        got = f"the class {args.__name__}" if isinstance(args, type) else type(args).__name__
+        raise BadInputError(f"args must be the AsyncGRPOConfig(...) of the trainer, got {got}", argument="args")
+    require_one_gpu(args)
+    if args.token_budget is None:
+        raise BadInputError(
+            "without a token_budget, AsyncGRPOTrainer asks a vLLM server for it: set "
+            "AsyncGRPOConfig(token_budget=...) to the context length of the servers, or to 0 for batches of "
+            "per_device_train_batch_size samples",
+            argument="args",
+        )
+
+
+def _require_rows(train_dataset: object) -> None:
+    """Raise BadInputError unless `train_dataset` has rows that are read by their index."""
+    if isinstance(train_dataset, (str, bytes, Mapping)):
+        raise BadInputError(
+            f"train_dataset must be a Dataset or a list of rows, got {type(train_dataset).__name__}: write "
+            'load_dataset(NAME, split="train") for a name, and dataset["train"] for a DatasetDict',
+            argument="train_dataset",
+        )
+    if not isinstance(train_dataset, Sized) or not hasattr(train_dataset, "__getitem__") or not len(train_dataset):
+        raise BadInputError(
+            "train_dataset must have rows and a length: load an IterableDataset into a Dataset, for example with "
+            f"Dataset.from_list(list(train_dataset)); got {type(train_dataset).__name__}",
+            argument="train_dataset",
+        )
+
+
+def _require_tokenizer(processing_class: object) -> None:
+    """Raise BadInputError unless `processing_class` is a tokenizer with a token that ends a completion."""
+    if isinstance(processing_class, type) or not hasattr(processing_class, "eos_token_id"):
+        is_processor = hasattr(processing_class, "tokenizer")
+        cure = "pass its tokenizer" if is_processor else "write AutoTokenizer.from_pretrained(...)"
+        raise BadInputError(
+            f"processing_class must be a tokenizer, got {processing_class!r:.200}: {cure}", argument="processing_class"
+        )
+    if processing_class.eos_token_id is None:
+        raise BadInputError(
+            "the tokenizer in processing_class has no eos_token_id, so that no completion would end: set its eos_token",
+            argument="processing_class",
+        )

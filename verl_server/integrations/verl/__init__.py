@@ -4,6 +4,7 @@ plugin.py             entry point `verl.plugins`: registers everything with verl
 versions.py           versions of verl that this plugin supports
 cpu_platform.py       verl's platform for machines without an accelerator
 fleet_spec.py         settings of one fleet, made from verl's configuration
+own_settings.py       settings of this plugin in verl's configuration
 replica.py            verl's replica: asks the fleet for one more server, at the place of its workers
 watch.py              ends verl's task runner when all servers are lost for ever
 actor/                the Ray actor that owns the servers of a fleet

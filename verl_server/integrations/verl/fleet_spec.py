@@ -1,69 +1,25 @@
 """`FleetSpec`: settings of one fleet, made from verl's configuration of a rollout and of a model.
 
-Own settings are in `rollout.engine_kwargs.verl_server`. Those that are fields of `OwnSettings` are for this plugin; all
-others are arguments of the server and have precedence over what is made from verl's configuration.
+Arguments of the server in `rollout.engine_kwargs.verl_server` have precedence over what is made from verl's
+configuration.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_server.config import AdapterConfig, EngineKind, MemoryTag, RolloutMode, Timeouts, WeightsConfig
-from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.config import EngineKind, MemoryTag, RolloutMode
+from verl_server.errors import UnsupportedError
+from verl_server.integrations.verl.own_settings import SECTION, OwnSettings, parse_own_settings
 from verl_server.types import Json
+from verl_server.validation import require_whole_number
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
-SECTION = "verl_server"
-"""Name of the own settings in `rollout.engine_kwargs`."""
 LORA_NAME = "verl_actor"
 """Name of the policy's LoRA adapter in the servers."""
-
-
-@dataclass(frozen=True)
-class OwnSettings:
-    """Settings of this plugin in `rollout.engine_kwargs.verl_server`."""
-
-    engine_kind: str | None = None
-    """`AdapterConfig.engine_kind`: "sglang" (the default) or "vllm"."""
-    server_python: str | None = None
-    """`AdapterConfig.server_python`: interpreter of the environment that has the engine."""
-    log_dir: str | None = None
-    """Folder for the logs of the servers."""
-    use_forkserver: bool = True
-    """`AdapterConfig.use_forkserver`."""
-    timeouts: Mapping[str, float] = field(default_factory=dict)
-    """Fields of `Timeouts`, for example `start_s`: seconds until a server is ready."""
-    transport: str = "auto"
-    """`WeightsConfig.transport`."""
-    folder: str | None = None
-    """`WeightsConfig.folder`."""
-    host: str | None = None
-    """`WeightsConfig.host`: address of the trainer's machine as the servers reach it."""
-    max_staging_bytes: int | None = None
-    """`WeightsConfig.max_staging_bytes`."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the servers."""
-
-    @property
-    def adapter_config(self) -> AdapterConfig:
-        return AdapterConfig(
-            timeouts=Timeouts(**self.timeouts),
-            log_dir=self.log_dir,
-            use_forkserver=self.use_forkserver,
-            engine_kind=self.engine_kind,
-            server_python=self.server_python,
-        )
-
-    @property
-    def weights_config(self) -> WeightsConfig:
-        return WeightsConfig(
-            transport=self.transport, folder=self.folder, host=self.host, max_staging_bytes=self.max_staging_bytes
-        )
 
 
 @dataclass(frozen=True)
@@ -113,7 +69,7 @@ def make_fleet_spec(
             "verl does not send LoRA adapters to servers with devices of their own, only the base weights; set "
             "model.lora.merge=True, which sends merged weights"
         )
-    context_length = given.get("context_length") or config.max_model_len or _max_position_embeddings(model.hf_config)
+    context_length = _context_length(config, model, given)
     args = _server_args(config, model, engine_kind)
     if uses_lora:
         args |= _lora_args(model)
@@ -125,45 +81,11 @@ def make_fleet_spec(
         own=own,
         prompt_length=int(config.prompt_length),
         response_length=int(config.response_length),
-        context_length=None if context_length is None else int(context_length),
+        context_length=context_length,
         frees_memory=bool(config.free_cache_engine) and mode is not RolloutMode.STANDALONE,
         uses_lora=uses_lora,
         serves_http=serves_http,
     )
-
-
-def parse_own_settings(config: RolloutConfig) -> tuple[OwnSettings, Json]:
-    """The settings of this plugin, and the arguments of the server that the user gives. Raises BadInputError.
-
-    The engine and its interpreter are resolved here: other processes may have other environment variables.
-    """
-    sections = config.engine_kwargs or {}
-    for engine in EngineKind:
-        given = set(sections.get(engine.value) or {}) - {"max_logprobs"}  # verl adds it itself
-        if given:
-            raise BadInputError(
-                f"engine_kwargs.{engine.value} has no effect with the rollout verl_server: move {sorted(given)} to "
-                f"engine_kwargs.{SECTION}"
-            )
-    section = sections.get(SECTION) or {}
-    if not isinstance(section, Mapping):
-        raise BadInputError(f"engine_kwargs.{SECTION} must be a mapping of names and values, got {section!r}")
-    arguments = dict(section)
-    names = {each.name for each in dataclasses.fields(OwnSettings)}
-    own = {name: arguments.pop(name) for name in names & arguments.keys()}
-    for name in ("env", "timeouts"):
-        given = own.get(name, {})
-        if not isinstance(given, Mapping) or None in given.values():
-            raise BadInputError(f"engine_kwargs.{SECTION}.{name} must be a mapping of names and values, got {given!r}")
-    if not isinstance(own.get("use_forkserver", True), bool):
-        raise BadInputError(
-            f"engine_kwargs.{SECTION}.use_forkserver must be true or false, got {own['use_forkserver']!r}"
-        )
-    own["env"] = {str(name): str(value) for name, value in own.get("env", {}).items()}
-    settings = OwnSettings(**own)
-    adapter, _ = settings.adapter_config, settings.weights_config  # raises BadInputError
-    python = None if adapter.server_python is None else str(adapter.server_python)
-    return dataclasses.replace(settings, engine_kind=str(adapter.engine_kind), server_python=python), arguments
 
 
 def require_supported(config: RolloutConfig, model: HFModelConfig) -> None:
@@ -246,6 +168,18 @@ def _lora_args(model: HFModelConfig) -> Json:
         )
     targets = ["all"] if isinstance(modules, str) or modules is None else list(modules)
     return {"enable_lora": True, "max_lora_rank": _lora_rank(model), "lora_target_modules": targets}
+
+
+def _context_length(config: RolloutConfig, model: HFModelConfig, given: Json) -> int | None:
+    """The longest context of the servers, in tokens. `given`: arguments of the server that the user gives."""
+    settings = {
+        f"engine_kwargs.{SECTION}.context_length": given.get("context_length"),
+        "rollout.max_model_len": config.max_model_len,
+    }
+    for name, length in settings.items():
+        if length is not None:
+            return require_whole_number(name, length)
+    return _max_position_embeddings(model.hf_config)
 
 
 def _max_position_embeddings(hf_config: Any) -> int | None:

@@ -1,0 +1,187 @@
+"""Settings of the plugin for verl that are refused or renamed, without verl and without servers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl_server.adapter.engine import get_engine
+from verl_server.adapter.sglang.argument_table import read_options
+from verl_server.adapter.vllm.server_arguments import PLAIN_NAMES, VLLM_OPTIONS
+from verl_server.config import ENGINE, SERVER_PYTHON, EngineKind, RolloutMode
+from verl_server.errors import BadInputError
+from verl_server.integrations.verl.fleet_spec import FleetSpec, make_fleet_spec
+from verl_server.integrations.verl.own_settings import PARALLEL_SIZES, parse_own_settings
+from verl_server.types import Json
+
+
+@pytest.fixture(autouse=True)
+def no_engine_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ENGINE, SERVER_PYTHON):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parse(engine_kwargs: Any) -> Json:
+    """The arguments of the server in `engine_kwargs`."""
+    config: Any = SimpleNamespace(engine_kwargs=engine_kwargs)
+    return parse_own_settings(config)[1]
+
+
+def make_spec(section: Json | None = None, max_model_len: Any = None) -> FleetSpec:
+    """The settings of a fleet whose model has room for 40960 tokens."""
+    model: Any = SimpleNamespace(
+        path="/model", local_path="/model", trust_remote_code=False, lora_rank=0, lora={}, target_modules=None,
+        hf_config=SimpleNamespace(max_position_embeddings=40960),
+    )  # fmt: skip
+    config: Any = SimpleNamespace(
+        engine_kwargs={"vllm": {}, "trtllm": {}, "verl_server": section or {}}, max_model_len=max_model_len,
+        disaggregation=SimpleNamespace(enabled=False), mtp=None, pipeline_model_parallel_size=1,
+        prometheus=SimpleNamespace(enable=False), profiler=None, quantization=None, qat=None,
+        enable_rollout_routing_replay=False, logprobs_mode=None, checkpoint_engine=SimpleNamespace(backend="naive"),
+        dtype="bfloat16", tensor_model_parallel_size=2, data_parallel_size=1, expert_parallel_size=1,
+        load_format="dummy", max_num_seqs=1024, gpu_memory_utilization=0.5, seed=42, enable_prefix_caching=True,
+        enforce_eager=False, skip_tokenizer_init=True, enable_chunked_prefill=True, max_num_batched_tokens=8192,
+        prompt_length=512, response_length=512, free_cache_engine=True,
+    )  # fmt: skip
+    return make_fleet_spec(config, model, RolloutMode.HYBRID)
+
+
+# -- names ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", list(EngineKind))
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("server_pyton", "server_python"),
+        ("log_dri", "log_dir"),
+        ("transprt", "transport"),
+        ("timeout", "timeouts"),
+        ("engine", "engine_kind"),
+    ],
+)
+def test_misspelled_settings(name: str, meant: str, engine: EngineKind) -> None:
+    section = {name: "/opt/x", **({} if name == "engine" else {"engine_kind": engine})}
+    with pytest.raises(
+        BadInputError, match=f"^engine_kwargs.verl_server has no setting {name!r}; did you mean {meant!r}"
+    ):
+        parse({"verl_server": section or {}})
+
+
+def test_arguments_of_the_servers_are_not_taken_for_misspelled_settings() -> None:
+    """The names of SGLang are those of the version that is installed here."""
+    options = read_options()
+    assert len(options) > 100, "SGLang is not installed"
+    sglang = {option.field for option in options.values()} - PARALLEL_SIZES.keys() - {"host"}
+    assert parse({"verl_server": dict.fromkeys(sglang)}).keys() == sglang
+    vllm = VLLM_OPTIONS - set(PLAIN_NAMES.values())
+    assert parse({"verl_server": {"engine_kind": "vllm", **dict.fromkeys(vllm)}}).keys() == vllm
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("start_s", r"^start_s is a timeout: write engine_kwargs\.verl_server\.timeouts\.start_s=SECONDS"),
+        ("router", r"^the rollout verl_server has no setting 'router': leave engine_kwargs\.verl_server\.router out"),
+        (
+            "recovery",
+            r"^the rollout verl_server has no setting 'recovery': .* settings are engine_kind, server_python,",
+        ),
+        ("max_restarts", "^the rollout verl_server has no setting 'max_restarts'"),
+    ],
+)
+def test_settings_of_other_objects(name: str, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        parse({"verl_server": {name: 3}})
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("tp_size", "tensor_model_parallel_size"),
+        ("tensor_parallel_size", "tensor_model_parallel_size"),
+        ("tensor_model_parallel_size", "tensor_model_parallel_size"),
+        ("dp_size", "data_parallel_size"),
+        ("ep_size", "expert_parallel_size"),
+        ("expert_parallel_size", "expert_parallel_size"),
+        ("pp_size", "pipeline_model_parallel_size"),
+    ],
+)
+@pytest.mark.parametrize("engine", list(EngineKind))
+def test_verl_says_how_many_gpus_a_server_has(name: str, setting: str, engine: EngineKind) -> None:
+    with pytest.raises(
+        BadInputError, match=rf"^engine_kwargs\.verl_server\.{name} is refused.*set rollout\.{setting}$"
+    ):
+        make_spec({"engine_kind": engine, name: 4})
+
+
+# -- sections ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"server_python": "/x"}, "server_python has no effect .* write engine_kwargs.verl_server.server_python=VALUE"),
+        ({"use_forkserver": False}, "write engine_kwargs.verl_server.use_forkserver=VALUE"),
+        ({"timeouts": {"start_s": 3}}, "timeouts has no effect .* move it to engine_kwargs.verl_server.timeouts"),
+        (
+            {"verl-server": {"log_dir": "x"}},
+            r"engine_kwargs.verl-server has .* move \['log_dir'\] to engine_kwargs.verl",
+        ),
+        ({"trtllm": {"x": 1}}, r"engine_kwargs.trtllm has no effect .* move \['x'\] to engine_kwargs.verl_server"),
+        (
+            {"sglang": {"max_logprobs": 1, "x": 1}},
+            r"engine_kwargs.sglang has no effect .* move \['x'\] to engine_kwargs",
+        ),
+        ({"sglang": "triton"}, "engine_kwargs.sglang has no effect .* write engine_kwargs.verl_server.NAME=VALUE"),
+        ("verl_server", "engine_kwargs must be a mapping"),
+    ],
+)
+def test_sections_without_effect(sections: Any, message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        parse(sections)
+
+
+def test_empty_sections() -> None:
+    sections = {"vllm": {"max_logprobs": 5}, "sglang": {}, "trtllm": None, "verl_server": {"page_size": 1}}
+    assert parse(sections) == {"page_size": 1}
+    assert parse(None) == {}
+
+
+# -- values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "value", "common"),
+    [
+        ("max_num_seqs", 3, "max_running_requests"),
+        ("max_model_len", 4096, "context_length"),
+        ("seed", 1, "random_seed"),
+        ("gpu_memory_utilization", 0.3, "mem_fraction_static"),
+        ("max_num_batched_tokens", 512, "max_prefill_tokens"),
+        ("model", "org/other", "model_path"),
+    ],
+)
+def test_names_of_vllm_replace_settings_of_verl(given: str, value: Any, common: str) -> None:
+    spec = make_spec({"engine_kind": "vllm", given: value}, max_model_len=2048)
+    assert spec.server_args[common] == value
+    assert given not in spec.server_args
+    assert spec.context_length == spec.server_args["context_length"]
+
+
+def test_an_argument_under_two_names_is_still_refused() -> None:
+    spec = make_spec({"engine_kind": "vllm", "model": "org/other", "max_num_seqs": 3, "max_running_requests": 4})
+    with pytest.raises(BadInputError, match="are the same argument"):
+        get_engine("vllm").validate_fleet_args(spec.server_args)
+
+
+def test_the_context_length_is_a_whole_number() -> None:
+    assert make_spec().context_length == 40960
+    assert make_spec({"context_length": 64}, max_model_len=2048).context_length == 64
+    message = r"must be a whole number of at least 1, got '4k'"
+    with pytest.raises(BadInputError, match=rf"engine_kwargs\.verl_server\.context_length {message}"):
+        make_spec({"context_length": "4k"})
+    with pytest.raises(BadInputError, match=rf"rollout\.max_model_len {message}"):
+        make_spec(max_model_len="4k")
