@@ -747,6 +747,27 @@ def test_servers_that_die_before_they_have_the_weights_count_as_failed_starts(
     wait_until(lambda: replica.state is ReplicaState.FAILED, 10.0, "started without end")
 
 
+def test_generation_continues_after_an_update_that_loaded_nothing(
+    make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+) -> None:
+    """The first call that continues generation fails, too."""
+    fleet = make_fleet(1)
+    push(fleet, sender, 1)
+    (server,) = fleet.servers
+    server.faults = {"begin_weight_update": VerlServerError("refused")}
+    continue_generation, errors = server.continue_generation, [VerlServerError("not now")]
+
+    def fail_once() -> None:
+        if errors:
+            raise errors.pop()
+        continue_generation()
+
+    server.continue_generation = fail_once  # type: ignore[method-assign]
+    with pytest.raises(VerlServerError, match="refused"):
+        push(fleet, sender, 2)
+    assert (fleet.states(), server.paused) == ([ReplicaState.HEALTHY], False)
+
+
 # -- published weights that cannot be loaded -----------------------------------------------------------
 
 

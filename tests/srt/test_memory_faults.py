@@ -11,8 +11,9 @@ import pytest
 from aiohttp import web
 from stub_servers import MemoryServer, serving
 
-from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter
+from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, HttpServerEngineAdapter
 from verl_server.config import RolloutMode
+from verl_server.engine.servers import HttpServers
 from verl_server.errors import BadInputError, ServerBusyError, ServerError
 from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.memory import FleetMemory
@@ -85,6 +86,45 @@ def test_a_resume_that_failed_before_generation_continued_can_be_repeated(path: 
         assert server.paths[-1] == CONTINUE
         with pytest.raises(BadInputError, match="nothing is released"):
             await adapter.resume_memory_occupation()
+
+    with_adapter(server, work)
+
+
+def test_a_release_that_could_not_be_undone_is_undone_by_the_next_call() -> None:
+    """A fleet repeats the call of a server that has failed. Success would mean that the server generates."""
+    server = MemoryServer()
+
+    async def work(adapter: AsyncHttpServerEngineAdapter) -> None:
+        await adapter.prepare_release()
+        server.refused = [CONTINUE]
+        with pytest.raises(ServerError):
+            await adapter.cancel_release()
+        server.paths.clear()
+        await adapter.cancel_release()
+        assert server.paths == [CONTINUE]
+        await adapter.cancel_release()
+        assert server.paths == [CONTINUE]
+
+    with_adapter(server, work)
+
+
+def test_an_engine_repeats_a_resume_that_failed_before_generation_continued() -> None:
+    server = MemoryServer()
+
+    async def work(adapter: AsyncHttpServerEngineAdapter) -> None:
+        backend = HttpServers([HttpServerEngineAdapter.attach(adapter.base_url, config=CONFIG)], [])
+
+        def resume_twice() -> None:
+            backend.release_memory_occupation(None)
+            server.refused = [CONTINUE]
+            with pytest.raises(ServerError):
+                backend.resume_memory_occupation(None)
+            backend.resume_memory_occupation(None)
+            assert server.paths[-1] == CONTINUE
+            with pytest.raises(BadInputError, match="nothing is released"):
+                backend.resume_memory_occupation(None)
+
+        await asyncio.to_thread(resume_twice)
 
     with_adapter(server, work)
 

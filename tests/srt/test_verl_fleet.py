@@ -401,6 +401,20 @@ def test_an_actor_that_was_unavailable_is_asked_again_for_jobs(monkeypatch: pyte
         fleet._closed.set()
 
 
+def test_the_end_of_the_engine_ends_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fleet would otherwise wait for the outcome, and no server could release its memory meanwhile."""
+    actor = UnavailableActor()
+    del actor.answers[0]
+    fleet = RayFleet(actor, timeout_s=1.0)
+
+    def run_job(*_: str) -> None:
+        fleet._closed.set()
+
+    monkeypatch.setattr(fleet, "_run_job", run_job)
+    fleet._run_jobs()
+    assert actor.num_reports == 1
+
+
 def test_requests_wait_while_no_server_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """An asynchronous trainer pushes later. The error of a server is raised."""
     monkeypatch.setattr("verl_server.integrations.verl.actor.generation.NOT_READY_DELAY_S", 0.1)

@@ -171,6 +171,11 @@ class HttpServers:
     def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
         """Resume those of the tags that each server has released: a release may have failed on some servers."""
         self._call_all(lambda adapter: adapter.update_released_memory())
+        paused = [adapter for adapter in self._adapters if adapter.needs_continue and not adapter.released_memory]
+        for adapter in paused:  # an earlier resume has failed after it has resumed the memory
+            adapter.resume_memory_occupation()
+        if paused and not self.released_memory:
+            return
         requested = frozenset(tags_to_resume(tags, self.released_memory))
 
         def resume(adapter: HttpServerEngineAdapter) -> None:

@@ -85,6 +85,9 @@ class FleetMemory:
                     self._calls.restart(replica, adapter, error)
             with contextlib.suppress(VerlServerError):
                 self._calls.call_all(self._fleet.servers(), lambda adapter: adapter.cancel_release())
+            for replica, adapter in self._fleet.servers():
+                if adapter.needs_continue:  # it stays paused
+                    self._calls.restart(replica, adapter, error)
             raise
         for replica in self._fleet.replicas:
             if replica.state not in RUNNING:

@@ -86,7 +86,8 @@ async def cancel_release(adapter: AsyncHttpServerEngineAdapter) -> None:
     """Internal. Undo `prepare_release`, unless memory was released since or `pause_generation` was called before."""
     connection = adapter.connection
     try:
-        if connection.is_held and not connection.released_memory and not connection.paused:
+        is_held = connection.is_held or connection.needs_continue  # the second: an earlier attempt has failed
+        if is_held and not connection.released_memory and not connection.paused:
             await connection.call(endpoints.CONTINUE, {})
             connection.needs_continue = False
     finally:

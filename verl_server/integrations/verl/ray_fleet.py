@@ -140,12 +140,12 @@ class RayFleet(RayTarget):
         self._ask(lambda: self._actor.finish_job.remote(job_id, outcome))
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        """The answer of the actor to `call`, which may be repeated. None at the end of the engine.
+        """The answer of the actor to `call`, which is repeated until the end of the engine. None: no answer.
 
         The actor may be unavailable for a moment. Raises ActorDiedError.
         """
         pending: Any = None
-        while not self._closed.is_set():
+        while True:
             try:
                 pending = pending or call().future()
                 return pending.result(JOB_TIMEOUT_S)  # after a timeout, the same answer is awaited: it may have a job
@@ -154,9 +154,9 @@ class RayFleet(RayTarget):
             except Exception as error:  # noqa: BLE001 - any error of Ray
                 if pending is not None and pending.done():
                     pending = None
-                if not self._closed.wait(JOB_WAIT_S):
-                    logger.warning("the actor of the fleet does not answer, and is asked again: %s", error)
-        return None
+                if self._closed.wait(JOB_WAIT_S):
+                    return None
+                logger.warning("the actor of the fleet does not answer, and is asked again: %s", error)
 
     def _run_job(self, job_id: str, publication: str) -> Json | None:
         """Load the published weights into the server of a job. Returns the error, or None."""

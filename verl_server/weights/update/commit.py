@@ -110,8 +110,7 @@ def commit(
         raise
     except BaseException as error:
         if not weights_are_torn and not load_started.is_set():
-            with suppress(VerlServerError):
-                servers.resume()
+            resume_unchanged(servers)
         elif isinstance(error, VerlServerError):
             raise torn_error(error, validated) from error
         raise
@@ -186,10 +185,20 @@ def replay(
 
 def resume_published(servers: UpdatableServers, validated: ValidatedUpdate) -> VerlServerError | None:
     """Continue generation after an update was published. Returns the error if that fails twice."""
+    return _resume_twice(servers, f"after weight version {validated.weight_version}")
+
+
+def resume_unchanged(servers: UpdatableServers) -> None:
+    """Continue generation after an update that has loaded nothing. Errors are logged: that of the update is raised."""
+    if error := _resume_twice(servers, "after an update that has loaded nothing"):
+        logger.error("generation does not continue: %s", error)
+
+
+def _resume_twice(servers: UpdatableServers, when: str) -> VerlServerError | None:
     try:
         servers.resume()
     except VerlServerError as first:
-        logger.warning("generation does not continue after weight version %s: %s", validated.weight_version, first)
+        logger.warning("generation does not continue %s: %s", when, first)
         try:
             servers.resume()
         except VerlServerError as second:

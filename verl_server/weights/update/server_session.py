@@ -13,7 +13,7 @@ from verl_server.config import PauseMode
 from verl_server.errors import ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.layout import MAX_TP_RANKS
-from verl_server.weights.update.commit import leave_out_failed, open_session, resume_published
+from verl_server.weights.update.commit import leave_out_failed, open_session, resume_published, resume_unchanged
 from verl_server.weights.update.request import ValidatedUpdate, outcome_message, torn_error
 from verl_server.weights.update.servers import UpdatableServers
 
@@ -102,8 +102,7 @@ class ServerSession:
         if isinstance(error, VerlServerError):
             leave_out_failed(self._servers, error)
         if not weights_are_torn:
-            with suppress(VerlServerError):
-                self._servers.resume()
+            resume_unchanged(self._servers)
 
     def call_loaders(self, message: Json) -> None:
         """Call the loaders of all servers with a message that changes no weights, and wait for them."""
