@@ -92,6 +92,7 @@ def verl_arguments(folder: Path, model: Path, ranks: int, steps: int, seed: int)
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.actor.strategy=fsdp2",
         "actor_rollout_ref.actor.optim.lr=3e-3",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",  # without it, a run may learn one answer for all questions
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
         "actor_rollout_ref.rollout.name=verl_server",
