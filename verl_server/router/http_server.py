@@ -1,7 +1,7 @@
 """`RouterHttpServer`: a router over HTTP, with SGLang's `/generate`, the routes of RL trainers, and the OpenAI paths.
 
 A generation through `/generate`, and through the routes in `rl_wire/`, survives the loss of its replica. A request to
-another OpenAI path is forwarded unchanged, see `http/forwarding.py`.
+another OpenAI path is forwarded, see `http/forwarding.py`.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ class RouterHttpServer:
             dispatcher.pool, self._forwarder.get_json, lambda: () if control is None else control.lora_names
         )
         rl_routes = RlRoutes(dispatcher, self._models)
+        forward = functools.partial(self._forwarder.forward, prepare=self._models.with_adapter)
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", "/generate"): self._generate,
             ("POST", "/inference/v1/generate"): rl_routes.generate,
-            ("POST", "/v1/completions"): functools.partial(rl_routes.completions, forward=self._forwarder.forward),
+            ("POST", "/v1/completions"): functools.partial(rl_routes.completions, forward=forward),
             ("GET", "/v1/models"): rl_routes.models,
-            **{("POST", path): self._forwarder.forward for path in FORWARDED_PATHS},
+            **{("POST", path): forward for path in FORWARDED_PATHS},
             **dict.fromkeys(ADMIN_ROUTES, self._administer),
             ("GET", "/health"): self._health,
             ("GET", "/metrics"): self._metrics,
