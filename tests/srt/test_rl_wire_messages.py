@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import subprocess
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
-from rl_wire_fakes import FakeServer
+from rl_wire_fakes import KEY, FakeServer, fake_router
 
-from verl_server.errors import BadInputError
+from verl_server.cli.common_options import log_also_info_of
+from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.rl_wire import admin
 from verl_server.router.rl_wire.models import ServedModels
 
 NO_MODEL = Path("/no/model")
@@ -44,5 +51,84 @@ def test_a_forwarded_body_names_the_adapter_for_its_engine(owner: str, adapter: 
         for name in ("polciy", "base:polciy"):
             with pytest.raises(BadInputError, match=f"The model `{name}` does not exist"):
                 await models.with_adapter(path, {"model": name})
+
+    run(scenario())
+
+
+# -- the log -------------------------------------------------------------------------------------------
+
+
+def test_the_router_logs_each_admin_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trainers show their users the status of a reply, and not its body."""
+    monkeypatch.setattr(admin.logger, "level", logging.NOTSET)
+    a = FakeServer("a", NO_MODEL)
+
+    async def scenario() -> None:
+        async with fake_router(monkeypatch, a) as router:
+            log_also_info_of(admin.__name__)
+            a.failures["pause"] = [ServerError("busy", status=500)]
+            await router.call("/pause?mode=keep")
+            await router.call("/pause?mode=keep")
+            await router.call("/update_weights", {"weight_dir": "/no/folder"})
+            await router.call("/update_weights", {"weights_dir": "/no/folder"})
+            await router.call("/resume")
+            headers = {"Authorization": f"Bearer {KEY}"}
+            async with aiohttp.ClientSession() as session, session.post(f"{router.url}/pause", headers=headers) as got:
+                assert got.status == 403
+
+    run(scenario())
+    lines = [(each.levelname, each.getMessage()) for each in caplog.records if each.name == admin.__name__]
+    expected = [
+        ("WARNING", "/pause mode='keep' failed with status 500 after", "busy"),
+        ("INFO", "/pause mode='keep': status=paused after", ""),
+        ("WARNING", "/update_weights weight_dir='/no/folder' failed with status 400", "has no file *.safetensors"),
+        ("WARNING", "/update_weights was refused with status 400", "has no argument 'weights_dir'"),
+        ("INFO", "/resume: status=resumed after", ""),
+        ("WARNING", "/pause was refused with status 403", "needs the admin key"),
+    ]
+    assert len(lines) == len(expected), lines
+    for (level, line), (expected_level, start, part) in zip(lines, expected, strict=True):
+        assert level == expected_level
+        assert line.startswith(start)
+        assert part in line
+
+
+def test_operations_are_logged_without_an_option() -> None:
+    code = """
+from verl_server.cli import app
+import logging, verl_server.router.process.router_main as router_main
+def serve_static(*_, **__):
+    logging.getLogger("verl_server.router.rl_wire.admin").info("operation")
+    logging.getLogger("verl_server.router").info("other information")
+    logging.getLogger("verl_server.router").warning("a warning")
+router_main.serve_static = serve_static
+app.main()
+"""
+    command = [sys.executable, "-c", code, "router", "--replica=http://127.0.0.1:1"]
+    env = {**os.environ, "VERL_SERVER_API_KEY": KEY}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
+    shown = [line.split(": ")[-1] for line in done.stderr.splitlines()]
+    assert shown == ["operation", "a warning"]
+
+
+# -- prime-rl ------------------------------------------------------------------------------------------
+
+
+def test_a_broadcast_by_nccl_is_refused_with_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is prime-rl's default: the trainer calls /init_broadcaster, and then posts a folder without weights."""
+    (tmp_path / "NCCL_READY").touch()
+    hint = "set weight_broadcast.type='filesystem'"
+
+    async def scenario() -> None:
+        async with fake_router(monkeypatch, FakeServer("a", NO_MODEL)) as router:
+            for path, body, expected in (
+                ("/init_broadcaster", {"host": "h", "port": 1, "rank_offset": 0}, 501),
+                ("/update_weights", {"weight_dir": str(tmp_path)}, 400),
+                ("/update_weights", {"weight_dir": None}, 400),
+            ):
+                status, reply = await router.call(path, body)
+                assert (status, hint in reply["error"]["message"]) == (expected, True), reply
 
     run(scenario())

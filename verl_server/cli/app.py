@@ -21,7 +21,7 @@ from verl_server.cli.arguments import (
     REPLICA_API_KEY,
     take_key,
 )
-from verl_server.cli.common_options import EXIT_FAILED, Json, Verbose
+from verl_server.cli.common_options import EXIT_FAILED, Json, Verbose, log_also_info_of
 from verl_server.cli.doctor import doctor
 from verl_server.cli.gateway import gateway
 from verl_server.cli.launch_arguments import read_server_args
@@ -120,7 +120,9 @@ def router(
     """
     from verl_server.config import RemoteServer
     from verl_server.router.process.router_main import serve_static
+    from verl_server.router.rl_wire import admin
 
+    log_also_info_of(admin.__name__)
     example = "http://127.0.0.1:30000"
     if not replica:
         raise BadInputError(f"a router needs at least one server; add --replica URL, for example --replica {example}")

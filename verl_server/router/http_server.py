@@ -24,7 +24,7 @@ from verl_server.router.http.bodies import error_response, json_response, parse_
 from verl_server.router.http.forwarding import Forwarder
 from verl_server.router.metrics import router_metrics
 from verl_server.router.request_checks import MEDIA_FIELDS, refuse_local_media
-from verl_server.router.rl_wire.admin import ADMIN_ROUTES, AdminRoutes, admin_key_error
+from verl_server.router.rl_wire.admin import ADMIN_ROUTES, AdminRoutes
 from verl_server.router.rl_wire.models import ServedModels
 from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.router.rl_wire.routes import RlRoutes
@@ -108,11 +108,10 @@ class RouterHttpServer:
         return self._admin_api_key is not None and _has_key(request, self._admin_api_key)
 
     async def _administer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self._admin_api_key is not None and not self._has_admin_key(request):
-            raise admin_key_error(request)
-        if request.path == "/update_weights":
+        has_admin_key = self._admin_api_key is None or self._has_admin_key(request)
+        if has_admin_key and request.path == "/update_weights":
             await self._models.learn_name()
-        return await self._admin_routes.handle(request)
+        return await self._admin_routes.handle(request, has_admin_key)
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
         body = parse_object(await request.read())
