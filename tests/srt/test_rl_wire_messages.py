@@ -19,7 +19,7 @@ from verl_server.cli.common_options import log_also_info_of
 from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.rl_wire import admin
-from verl_server.router.rl_wire.models import ServedModels
+from verl_server.router.rl_wire.models import ServedModel, ServedModels
 
 NO_MODEL = Path("/no/model")
 
@@ -130,5 +130,40 @@ def test_a_broadcast_by_nccl_is_refused_with_the_setting(monkeypatch: pytest.Mon
             ):
                 status, reply = await router.call(path, body)
                 assert (status, hint in reply["error"]["message"]) == (expected, True), reply
+
+    run(scenario())
+
+
+# -- a paused router -----------------------------------------------------------------------------------
+
+
+def test_a_paused_router_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of a request, `verl-server status`, `/health` and `/metrics`."""
+
+    def status(url: str) -> str:
+        env = {**os.environ, "VERL_SERVER_API_KEY": KEY}
+        command = [sys.executable, "-m", "verl_server.cli", "status", url, "--json"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env).stderr
+
+    async def scenario() -> None:
+        async with fake_router(monkeypatch, FakeServer("a", NO_MODEL)) as router, aiohttp.ClientSession() as session:
+            await router.until_admitted("a")
+            for is_paused in (False, True):
+                if is_paused:
+                    await router.control.pause("keep")
+                async with session.get(f"{router.url}/health") as got:
+                    assert (await got.json())["paused"] is is_paused
+                async with session.get(f"{router.url}/metrics") as got:
+                    assert f"verl_router_paused {float(is_paused)}" in await got.text()
+                async with session.get(f"{router.url}/is_paused", headers={"Authorization": f"Bearer {KEY}"}) as got:
+                    assert await got.json() == {"is_paused": is_paused}
+                assert ("The router is paused" in await asyncio.to_thread(status, router.url)) is is_paused
+            body = {"token_ids": [1], "sampling_params": {}, "timeout_s": 0.2, "model": None}
+            monkeypatch.setattr(ServedModels, "find", find_base)
+            got_status, reply = await router.call("/inference/v1/generate", body)
+            assert (got_status, "the router is paused" in reply["error"]["message"]) == (504, True), reply
+
+    async def find_base(*_: Any) -> ServedModel:
+        return ServedModel("base", None, None)
 
     run(scenario())

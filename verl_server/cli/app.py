@@ -155,7 +155,7 @@ def status(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show the replicas behind a router.
+    """Show the replicas behind a router, and whether the router is paused.
 
     Exit code 0 when at least one replica accepts requests, 1 when none does or no router answers.
 
@@ -167,7 +167,7 @@ def status(
     """
     import json
 
-    from verl_server.router.process.fetch_replicas import fetch_replicas
+    from verl_server.router.process.fetch_replicas import fetch_replicas, is_paused
 
     key_hint = f"set {API_KEY} to the router's key"
     url = require_http_url("URL", url, "http://127.0.0.1:8000", key_hint)
@@ -176,6 +176,8 @@ def status(
         print(json.dumps(rows))
     else:
         print_replicas(rows)
+    if is_paused(url):
+        print("The router is paused: all requests wait until POST /resume.", file=sys.stderr)
     if not any(row["admitted"] for row in rows):
         raise NotReadyError(
             f"none of the {len(rows)} replicas of {url} accepts requests; check that their servers run, that the "

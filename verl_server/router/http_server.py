@@ -136,9 +136,10 @@ class RouterHttpServer:
         return response
 
     async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
-        replicas = self._dispatcher.snapshot().replicas
-        serving = sum(replica.admitted for replica in replicas)
-        return json_response({"replicas": len(replicas), "serving": serving}, 200 if serving else 503)
+        snapshot = self._dispatcher.snapshot()
+        serving = sum(replica.admitted for replica in snapshot.replicas)
+        body = {"replicas": len(snapshot.replicas), "serving": serving, "paused": snapshot.is_paused}
+        return json_response(body, 200 if serving else 503)
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
         text = router_metrics(self._dispatcher) + self._extra_metrics().encode()
