@@ -14,10 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 from rl_wire_fakes import KEY, FakeServer, fake_router
+from test_rl_wire_missed import write_lora
 
 from verl_server.cli.common_options import log_also_info_of
 from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.http.forwarding import Forwarder
 from verl_server.router.rl_wire import admin
 from verl_server.router.rl_wire.models import ServedModel, ServedModels
 
@@ -165,5 +167,39 @@ def test_a_paused_router_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def find_base(*_: Any) -> ServedModel:
         return ServedModel("base", None, None)
+
+    run(scenario())
+
+
+# -- adapters ------------------------------------------------------------------------------------------
+
+
+def test_names_of_adapters_that_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    a = FakeServer("a", NO_MODEL)
+
+    async def get_json(*_: Any) -> Any:
+        return {"data": [{"id": "base", "owned_by": "sglang"}]}
+
+    monkeypatch.setattr(Forwarder, "get_json", get_json)
+    body = {"lora_path": write_lora(tmp_path / "1", 1.0)}
+
+    async def scenario() -> None:
+        async with fake_router(monkeypatch, a) as router:
+            await router.until_admitted("a")
+            status, reply = await router.call("/load_lora_adapter", {**body, "lora_name": "base"})
+            assert (status, "conflicts with a served base model" in reply["error"]["message"]) == (400, True), reply
+            status, reply = await router.call("/unload_lora_adapter", {"lora_name": "policy"})
+            assert (status, "The lora adapter 'policy' cannot be found" in reply["error"]["message"]) == (404, True)
+            status, reply = await router.call(
+                "/load_lora_adapter", {**body, "lora_name": "a", "is_3d_lora_weight": True}
+            )
+            assert (status, "is_3d_lora_weight" in reply["error"]["message"]) == (400, True)
+            assert not {"load", "unload"} & set(a.calls)
+            for name in ("policy", "other"):
+                fields = {**body, "lora_name": name, "is_3d_lora_weight": False}
+                assert (await router.call("/load_lora_adapter", fields))[0] == 200
+            assert (await router.call("/unload_lora_adapter", {"lora_name": "policy"}))[0] == 200
+            status, reply = await router.call("/unload_lora_adapter", {"lora_name": "policy"})
+            assert (status, "['other']" in reply["error"]["message"]) == (404, True)
 
     run(scenario())

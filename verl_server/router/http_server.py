@@ -57,11 +57,12 @@ class RouterHttpServer:
         may have the admin key, too: a trainer has one key.
         """
         self._dispatcher, self._api_key, self._extra_metrics = dispatcher, api_key, extra_metrics
-        self._admin_api_key, self._admin_routes = admin_api_key, AdminRoutes(control)
+        self._admin_api_key = admin_api_key
         self._forwarder = Forwarder(dispatcher)
         self._models = ServedModels(
             dispatcher.pool, self._forwarder.get_json, lambda: () if control is None else control.lora_names
         )
+        self._admin_routes = AdminRoutes(control, self._models)
         rl_routes = RlRoutes(dispatcher, self._models)
         forward = functools.partial(self._forwarder.forward, prepare=self._models.with_adapter)
         self._handlers: dict[tuple[str, str], Handler] = {
@@ -109,8 +110,6 @@ class RouterHttpServer:
 
     async def _administer(self, request: web.BaseRequest) -> web.StreamResponse:
         has_admin_key = self._admin_api_key is None or self._has_admin_key(request)
-        if has_admin_key and request.path == "/update_weights":
-            await self._models.learn_name()
         return await self._admin_routes.handle(request, has_admin_key)
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:

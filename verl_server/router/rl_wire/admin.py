@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -14,6 +14,7 @@ from aiohttp import web
 from verl_server.errors import BadInputError, ServerError, UnsupportedError, VerlServerError
 from verl_server.router.http.bodies import error_status, json_response, parse_object
 from verl_server.router.rl_wire.folders import USE_FILES
+from verl_server.router.rl_wire.models import ServedModels
 from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.types import Json
 from verl_server.validation import did_you_mean
@@ -33,7 +34,7 @@ ADMIN_ROUTES = (
 #: Fields of the body of each route. `clear_cache`, `load_inplace` and `lora_int_id` are vLLM's, and have no effect.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "/pause": ("mode", "clear_cache"), "/resume": (), "/update_weights": ("weight_dir", "weight_version"),
-    "/load_lora_adapter": ("lora_name", "lora_path", "load_inplace"),
+    "/load_lora_adapter": ("lora_name", "lora_path", "load_inplace", "is_3d_lora_weight"),
     "/unload_lora_adapter": ("lora_name", "lora_int_id"),
 }  # fmt: skip
 _QUERY_PATH = "/pause"
@@ -47,9 +48,9 @@ class AdminRoutes:
     changed: trainers repeat a call whose answer they did not wait for, and the weights must not be loaded twice.
     """
 
-    def __init__(self, control: ReplicaControl | None) -> None:
+    def __init__(self, control: ReplicaControl | None, models: ServedModels) -> None:
         """`control` None: the router cannot control its servers, and every route raises UnsupportedError."""
-        self._control = control
+        self._control, self._models = control, models
         self._last: tuple[str, asyncio.Task[Json]] | None = None
         """The operation that was created last, with its path and arguments."""
         self._running: dict[asyncio.Task[Json], str] = {}
@@ -86,6 +87,10 @@ class AdminRoutes:
             raise UnsupportedError(f"this router takes no weights by NCCL or NIXL ({path}): {USE_FILES}")
         raw = await request.read()
         arguments = _read_arguments(request, path, parse_object(raw) if raw else {})
+        if path in ("/update_weights", "/load_lora_adapter"):
+            await self._models.learn_name()  # an update may change it
+        if path == "/load_lora_adapter":
+            _check_load(arguments, self._models.base_names)
         return await self._join(control, path, arguments) or self._start(control, path, arguments)
 
     async def _join(self, control: ReplicaControl, path: str, arguments: Json) -> asyncio.Task[Json] | None:
@@ -135,11 +140,24 @@ def _read_arguments(request: web.BaseRequest, path: str, body: Json) -> Json:
     fields, query = _FIELDS[path], request.query
     for name in (*query, *body):
         known = fields if name in body or path == _QUERY_PATH else ()
+        if name in fields and name not in known:
+            raise BadInputError(f"pass {name} in the JSON body of {path}, not in the query")
         if name not in known:
             raise BadInputError(f"{path} has no argument {name!r:.100}{did_you_mean(name, fields)}")
         if len(query.getall(name, [])) + (name in body) > 1:
             raise BadInputError(f"{name} was passed more than once; pass it in the query or in the body")
     return {**query, **body}
+
+
+def _check_load(arguments: Json, base_names: Collection[str]) -> None:
+    """Raise BadInputError for an adapter that would hide the base model, and for a form that no engine loads here."""
+    if (name := arguments.get("lora_name")) in list(base_names):
+        raise BadInputError(
+            f"The lora adapter {name!r:.200} conflicts with a served base model: requests with this name could not say "
+            "which of both they mean. Choose another lora_name"
+        )
+    if arguments.get("is_3d_lora_weight"):
+        raise BadInputError("is_3d_lora_weight is not supported by this router; leave it out")
 
 
 def _log_end(path: str, arguments: Json, started_at: float, task: asyncio.Task[Json]) -> None:

@@ -57,6 +57,11 @@ class ServedModels:
         self._adapters: dict[str, Json] = {}
         self._listed_at = -ADAPTERS_AGE_S
 
+    @property
+    def base_names(self) -> Collection[str]:
+        """The known names of the base model."""
+        return self._base.keys()
+
     async def listing(self) -> Json:
         """The reply of `/v1/models`. A LoRA adapter has the `max_model_len` of its base model, too.
 
