@@ -16,6 +16,7 @@ import pytest
 from rl_wire_fakes import KEY, FakeServer, fake_router
 from test_rl_wire_missed import write_lora
 
+from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
 from verl_server.cli.common_options import log_also_info_of
 from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
@@ -201,5 +202,59 @@ def test_names_of_adapters_that_are_refused(monkeypatch: pytest.MonkeyPatch, tmp
             assert (await router.call("/unload_lora_adapter", {"lora_name": "policy"}))[0] == 200
             status, reply = await router.call("/unload_lora_adapter", {"lora_name": "policy"})
             assert (status, "['other']" in reply["error"]["message"]) == (404, True)
+
+    run(scenario())
+
+
+# -- generation ----------------------------------------------------------------------------------------
+
+
+class CheckingServer(FakeServer):
+    """A server whose adapter checks the prompt, as a real one does."""
+
+    async def generate(self, **request: Any) -> Any:
+        given = {name: request[name] for name in ("sampling_params", "input_ids", "rid")}
+        generate_payload(PromptLimits(vocab_size=100), prompt=None, stream=False, fields={}, **given)
+        raise AssertionError(request)
+
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        (GENERATE, {"sampling_params": {"max_tokens": "4"}}, "sampling_params['max_tokens'] must be a whole number"),
+        (GENERATE, {"sampling_params": {"min_tokens": -1}}, "sampling_params['min_tokens'] must be a whole number"),
+        (GENERATE, {"sampling_params": {"include_stop_str_in_output": 3}}, "['include_stop_str_in_output'] must be"),
+        (GENERATE, {"sampling_params": {"structured_outputs": {"json": 3}}}, "structured_outputs['json'] must be"),
+        (GENERATE, {"token_ids": [1, 1000]}, "token_ids holds token id 1000"),
+        (GENERATE, {"token_ids": [1, -1]}, "token_ids holds the negative token id"),
+        (GENERATE, {"token_ids": [1, "a"]}, "token_ids must hold whole numbers"),
+        (COMPLETIONS, {"max_tokens": "4"}, "max_tokens must be a whole number"),
+        (COMPLETIONS, {"top_p": "4"}, "top_p must be a finite number"),
+        (COMPLETIONS, {"prompt": [1, 1000], "max_tokens": 1}, "prompt holds token id 1000"),
+    ],
+)  # fmt: skip
+def test_errors_have_the_names_that_the_caller_has_sent(
+    path: str, fields: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find_base(*_: Any) -> ServedModel:
+        return ServedModel("base", None, None)
+
+    monkeypatch.setattr(ServedModels, "find", find_base)
+    body = (
+        {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+        if path == GENERATE
+        else {"prompt": [1], "return_token_ids": True}
+    )
+
+    async def scenario() -> None:
+        async with fake_router(monkeypatch, CheckingServer("a", NO_MODEL)) as router:
+            await router.until_admitted("a")
+            status, reply = await router.call(path, {**body, **fields})
+            assert (status, message in reply["error"]["message"]) == (400, True), reply
+            for name in ("max_new", "min_new", "input_ids", "no_stop_trim"):
+                assert name not in reply["error"]["message"]
 
     run(scenario())
