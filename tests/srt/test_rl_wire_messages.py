@@ -13,9 +13,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from rl_wire_fakes import KEY, FakeServer, fake_router
+from rl_wire_fakes import KEY, REQUEST, STATIC, FakeServer, fake_router
 from test_rl_wire_missed import write_lora
 
+from verl_server.adapter.sglang.endpoints import Endpoint
+from verl_server.adapter.sglang.replies import key_error
 from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
 from verl_server.cli.common_options import log_also_info_of
 from verl_server.errors import BadInputError, ServerError
@@ -256,5 +258,38 @@ def test_errors_have_the_names_that_the_caller_has_sent(
             assert (status, message in reply["error"]["message"]) == (400, True), reply
             for name in ("max_new", "min_new", "input_ids", "no_stop_trim"):
                 assert name not in reply["error"]["message"]
+
+    run(scenario())
+
+
+# -- keys ----------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_key_of_the_servers_is_named_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A caller gets a retryable error, so the message must say that waiting does not help."""
+    a, admin_endpoint = FakeServer("a", NO_MODEL), Endpoint("/pause_generation", needs_admin_key=True)
+    refused = key_error(a.base_url, Endpoint("/model_info"), has_key=True)
+
+    async def get_model_info() -> Any:
+        raise refused
+
+    async def scenario() -> None:
+        async with fake_router(monkeypatch, a) as router:
+            await router.until_admitted("a")
+            a.failures["pause"] = [key_error(a.base_url, admin_endpoint, has_key=True)]
+            status, reply = await router.call("/pause?mode=keep")
+            assert status == 502
+            assert "VERL_SERVER_REPLICA_ADMIN_API_KEY" in reply["error"]["message"]
+            assert "VERL_SERVER_ADMIN_API_KEY" not in reply["error"]["message"]
+            monkeypatch.setattr(f"{STATIC}.RETURN_TIMEOUT_S", 0.0)
+            monkeypatch.setattr(a, "get_model_info", get_model_info)
+            await router.until_admitted("")
+            status, reply = await router.call("/generate", {**REQUEST})
+            assert status == 503
+            for text in (reply["error"]["message"], caplog.text):
+                assert "VERL_SERVER_REPLICA_API_KEY. Requests do not succeed before" in text
+                assert "VERL_SERVER_API_KEY" not in text
 
     run(scenario())

@@ -214,8 +214,8 @@ async def _update(control: ReplicaControl, arguments: Json) -> Json:
 def _replica_key_error(error: VerlServerError) -> ServerError:
     """The error for a server that has refused the router's key. Without the status, which is about the caller's key."""
     return ServerError(
-        "a server refused the admin key that the router sends: start the router with the admin key of the servers in "
-        f"the environment variable VERL_SERVER_REPLICA_ADMIN_API_KEY: {error.message}",
+        f"a server refused the admin key that the router sends ({error.details.get('url')}): start the router with the "
+        "admin key of the servers in the environment variable VERL_SERVER_REPLICA_ADMIN_API_KEY",
         url=error.details.get("url"),
         key="replica_admin_api_key",
     )
