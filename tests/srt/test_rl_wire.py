@@ -252,7 +252,7 @@ def test_a_request_id_has_one_generation(router: Router) -> None:
         (GENERATE, {}, 400, "token_ids must be one list of token ids"),
         (GENERATE, {"token_ids": [[1]]}, 400, "one list of token ids"),
         (GENERATE, {"token_ids": [10**9]}, 400, "vocabulary"),
-        (GENERATE, {"token_ids": [1], "model": "other"}, 404, "the model 'other' does not exist"),
+        (GENERATE, {"token_ids": [1], "model": "other"}, 404, "The model `other` does not exist"),
         (GENERATE, {"token_ids": [1], "stream": True}, 400, "leave stream out"),
         (GENERATE, {"token_ids": [1], "output_mode": "text"}, 400, "output_mode must be 'tokens'"),
         (GENERATE, {"token_ids": [1], "content_parts": [{"type": "image_url"}]}, 400, "send images to /generate"),

@@ -159,6 +159,9 @@ def assert_tokens_of(models: dict[int, Any], reply: Any, num_tokens: int) -> Non
 def test_the_routes_need_the_admin_key(router: Router) -> None:
     for method, path in ADMIN_ROUTES:
         assert router.call(method, path, {}, key="wrong")[0] == 401
+        if path == "/is_paused":
+            assert router.call(method, path, key=KEY) == (200, {"is_paused": False}), "it changes nothing"
+            continue
         status, reply = router.call(method, path, {}, key=KEY)
         assert (status, reply["error"]["details"]["key"]) == (403, "admin_api_key")
         assert "VERL_SERVER_ADMIN_API_KEY" in reply["error"]["message"]
@@ -312,6 +315,54 @@ def test_lora_adapters(router: Router, tmp_path: Path) -> None:
     assert router.start(8).result(WAIT_S)[1]["choices"][0]["token_ids"] == greedy_with_logprobs(base, PROMPTS[0], 8)[0]
     assert router.post("/v1/unload_lora_adapter", {"lora_name": "policy"}) == {"status": "ok"}
     wait_until(lambda: router.start(8, model="policy").result(WAIT_S)[0] == 404, WAIT_S, "the adapter is still there")
+
+
+def test_forwarded_requests_use_the_adapter_that_they_name(router: Router, tmp_path: Path) -> None:
+    """vLLM selects an adapter by its name. SGLang would answer with the base model."""
+    base = checkpoint(router, tmp_path / "whole", seed=10)
+    router.post("/update_weights", {"weight_dir": str(tmp_path / "whole")})
+    folder = write_adapter(tmp_path / "adapter", adapter_for(base, seed=2))
+    router.post("/load_lora_adapter", {"lora_name": "policy", "lora_path": folder})
+    name = str(router.folder)
+    chat = {
+        "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0.0, "ignore_eos": True,
+        "return_token_ids": True, "return_prompt_token_ids": True,
+    }  # fmt: skip
+
+    def chat_tokens(model: str) -> tuple[list[int], list[int]]:
+        status, reply = router.call("POST", "/v1/chat/completions", {**chat, "model": model}, KEY)
+        assert (status, reply["model"]) == (200, model), reply
+        (choice,) = reply["choices"]
+        return choice["prompt_token_ids"], choice["response_token_ids"]
+
+    def completion(model: str, prompt: list[int], **fields: Any) -> Any:
+        body = {"model": model, "prompt": [prompt], "max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **fields}
+        status, reply = router.call("POST", "/v1/completions", {**body, "return_token_ids": True}, KEY)
+        assert status == 200, reply
+        return reply["choices"][0]["token_ids"]
+
+    def message(model: str) -> tuple[int, Any]:
+        body = {"model": model, "messages": chat["messages"], "max_tokens": 8, "temperature": 0.0}
+        status, reply = router.call("POST", "/v1/messages", body, KEY)
+        return status, reply.get("content")
+
+    prompt, with_adapter = chat_tokens("policy")
+    generated = {model: router.start(8, model=model, token_ids=prompt).result(WAIT_S)[1] for model in (name, "policy")}
+    expected = {model: reply["choices"][0]["token_ids"] for model, reply in generated.items()}
+    assert expected[name] != expected["policy"]
+    for model in (name, "policy"):
+        assert chat_tokens(model) == (prompt, expected[model])
+        assert completion(model, prompt) == expected[model]
+    assert with_adapter == chat_tokens(f"{name}:policy")[1] == expected["policy"]
+    assert chat_tokens("default") == (prompt, expected[name])
+    assert message(name)[0] == 200
+    assert message("policy") == message(f"{name}:policy") != message(name)
+    status, reply = router.call("POST", "/v1/responses", {"model": "policy", "input": "hello"}, KEY)
+    assert (status, reply["error"]["type"]) == (501, "UnsupportedError")
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses"):
+        status, reply = router.call("POST", path, {**chat, "model": "polciy"}, KEY)
+        assert (status, "The model `polciy` does not exist" in reply["error"]["message"]) == (404, True), path
+    router.post("/unload_lora_adapter", {"lora_name": "policy"})
 
 
 def test_a_server_that_was_silent_does_first_what_it_has_missed(router: Router, tmp_path: Path) -> None:

@@ -776,7 +776,8 @@ def test_a_router_process_listens_for_other_machines() -> None:
         url = urlsplit(supervisor.url)
         assert url.hostname not in ("0.0.0.0", "127.0.0.2")
         for host in (url.hostname, "127.0.0.2"):
-            assert requests.get(f"http://{host}:{url.port}/health", timeout=30).json() == {"replicas": 0, "serving": 0}
+            health = requests.get(f"http://{host}:{url.port}/health", timeout=30).json()
+            assert health == {"replicas": 0, "serving": 0, "paused": False}
     finally:
         supervisor.close()
 

@@ -21,7 +21,7 @@ from verl_server.cli.arguments import (
     REPLICA_API_KEY,
     take_key,
 )
-from verl_server.cli.common_options import EXIT_FAILED, Json, Verbose
+from verl_server.cli.common_options import EXIT_FAILED, Json, Verbose, log_also_info_of
 from verl_server.cli.doctor import doctor
 from verl_server.cli.gateway import gateway
 from verl_server.cli.launch_arguments import read_server_args
@@ -120,7 +120,9 @@ def router(
     """
     from verl_server.config import RemoteServer
     from verl_server.router.process.router_main import serve_static
+    from verl_server.router.rl_wire import admin
 
+    log_also_info_of(admin.__name__)
     example = "http://127.0.0.1:30000"
     if not replica:
         raise BadInputError(f"a router needs at least one server; add --replica URL, for example --replica {example}")
@@ -153,7 +155,7 @@ def status(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show the replicas behind a router.
+    """Show the replicas behind a router, and whether the router is paused.
 
     Exit code 0 when at least one replica accepts requests, 1 when none does or no router answers.
 
@@ -165,7 +167,7 @@ def status(
     """
     import json
 
-    from verl_server.router.process.fetch_replicas import fetch_replicas
+    from verl_server.router.process.fetch_replicas import fetch_replicas, is_paused
 
     key_hint = f"set {API_KEY} to the router's key"
     url = require_http_url("URL", url, "http://127.0.0.1:8000", key_hint)
@@ -174,6 +176,8 @@ def status(
         print(json.dumps(rows))
     else:
         print_replicas(rows)
+    if is_paused(url):
+        print("The router is paused: all requests wait until POST /resume.", file=sys.stderr)
     if not any(row["admitted"] for row in rows):
         raise NotReadyError(
             f"none of the {len(rows)} replicas of {url} accepts requests; check that their servers run, that the "

@@ -12,11 +12,18 @@ import typer
 EXIT_FAILED = 1
 
 
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
 def _log_to_stderr(verbose: bool) -> None:
     if verbose:
-        logging.basicConfig(
-            level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT)
+
+
+def log_also_info_of(name: str) -> None:
+    """Write warnings to standard error, and also the information that the logger `name` logs."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=_LOG_FORMAT)  # no effect after --verbose
+    logging.getLogger(name).setLevel(logging.INFO)
 
 
 Verbose = Annotated[

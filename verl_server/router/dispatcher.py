@@ -37,6 +37,8 @@ from verl_server.server.open_files import raise_open_file_limit
 from verl_server.types import Json
 
 R = TypeVar("R")
+PAUSED = "the router is paused, so all requests wait until POST /resume, or until the end of a running update"
+"""What callers are told while requests wait because of `ReplicaPool.hold`."""
 
 
 @dataclass
@@ -68,7 +70,9 @@ class Dispatcher:
     def snapshot(self) -> RouterSnapshot:
         """A frozen copy of the replicas' states and of the counters. Any thread may call this."""
         replicas = tuple(replica.snapshot() for replica in list(self.pool.replicas.values()))
-        return RouterSnapshot(replicas, self.pool.queued_requests, len(self._results), replace(self.counters))
+        return RouterSnapshot(
+            replicas, self.pool.queued_requests, len(self._results), replace(self.counters), self.pool.is_held
+        )
 
     def lease_slot(
         self, session_id: str | None, prompt_tokens: int, tried: Collection[RoutedReplica] = (), is_retry: bool = False
@@ -144,8 +148,11 @@ class Dispatcher:
             if isinstance(error, VerlServerError):
                 raise
             keep_orphan = False
+            pause = f": {PAUSED}" if self.pool.is_held else ""
             raise DeadlineError(
-                f"the generation was not finished within {timeout_s:g} s", operation="generate", seconds=timeout_s
+                f"the generation was not finished within {timeout_s:g} s{pause}",
+                operation="generate",
+                seconds=timeout_s,
             ) from None
         finally:
             running.waiting_calls -= 1

@@ -1,7 +1,7 @@
 """`RouterHttpServer`: a router over HTTP, with SGLang's `/generate`, the routes of RL trainers, and the OpenAI paths.
 
 A generation through `/generate`, and through the routes in `rl_wire/`, survives the loss of its replica. A request to
-another OpenAI path is forwarded unchanged, see `http/forwarding.py`.
+another OpenAI path is forwarded, see `http/forwarding.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl_server.router.http.bodies import error_response, json_response, parse_
 from verl_server.router.http.forwarding import Forwarder
 from verl_server.router.metrics import router_metrics
 from verl_server.router.request_checks import MEDIA_FIELDS, refuse_local_media
-from verl_server.router.rl_wire.admin import ADMIN_ROUTES, AdminRoutes, admin_key_error
+from verl_server.router.rl_wire.admin import ADMIN_ROUTES, AdminRoutes
 from verl_server.router.rl_wire.models import ServedModels
 from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.router.rl_wire.routes import RlRoutes
@@ -57,18 +57,20 @@ class RouterHttpServer:
         may have the admin key, too: a trainer has one key.
         """
         self._dispatcher, self._api_key, self._extra_metrics = dispatcher, api_key, extra_metrics
-        self._admin_api_key, self._admin_routes = admin_api_key, AdminRoutes(control)
+        self._admin_api_key = admin_api_key
         self._forwarder = Forwarder(dispatcher)
         self._models = ServedModels(
             dispatcher.pool, self._forwarder.get_json, lambda: () if control is None else control.lora_names
         )
+        self._admin_routes = AdminRoutes(control, self._models)
         rl_routes = RlRoutes(dispatcher, self._models)
+        forward = functools.partial(self._forwarder.forward, prepare=self._models.with_adapter)
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", "/generate"): self._generate,
             ("POST", "/inference/v1/generate"): rl_routes.generate,
-            ("POST", "/v1/completions"): functools.partial(rl_routes.completions, forward=self._forwarder.forward),
+            ("POST", "/v1/completions"): functools.partial(rl_routes.completions, forward=forward),
             ("GET", "/v1/models"): rl_routes.models,
-            **{("POST", path): self._forwarder.forward for path in FORWARDED_PATHS},
+            **{("POST", path): forward for path in FORWARDED_PATHS},
             **dict.fromkeys(ADMIN_ROUTES, self._administer),
             ("GET", "/health"): self._health,
             ("GET", "/metrics"): self._metrics,
@@ -107,11 +109,8 @@ class RouterHttpServer:
         return self._admin_api_key is not None and _has_key(request, self._admin_api_key)
 
     async def _administer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self._admin_api_key is not None and not self._has_admin_key(request):
-            raise admin_key_error(request)
-        if request.path == "/update_weights":
-            await self._models.learn_name()
-        return await self._admin_routes.handle(request)
+        has_admin_key = self._admin_api_key is None or self._has_admin_key(request)
+        return await self._admin_routes.handle(request, has_admin_key)
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
         body = parse_object(await request.read())
@@ -136,9 +135,10 @@ class RouterHttpServer:
         return response
 
     async def _health(self, _: web.BaseRequest) -> web.StreamResponse:
-        replicas = self._dispatcher.snapshot().replicas
-        serving = sum(replica.admitted for replica in replicas)
-        return json_response({"replicas": len(replicas), "serving": serving}, 200 if serving else 503)
+        snapshot = self._dispatcher.snapshot()
+        serving = sum(replica.admitted for replica in snapshot.replicas)
+        body = {"replicas": len(snapshot.replicas), "serving": serving, "paused": snapshot.is_paused}
+        return json_response(body, 200 if serving else 503)
 
     async def _metrics(self, _: web.BaseRequest) -> web.StreamResponse:
         text = router_metrics(self._dispatcher) + self._extra_metrics().encode()

@@ -55,6 +55,11 @@ class _RouterCollector(Collector):
             "Finished results that a repeated request id still receives",
             value=snapshot.stored_results,
         )
+        yield GaugeMetricFamily(
+            "verl_router_paused",
+            "1 while all requests wait until a trainer resumes the router",
+            value=snapshot.is_paused,
+        )
         for name, text in GAUGE_HELP.items():
             family = GaugeMetricFamily(f"verl_replica_{name}", text, labels=["replica"])
             for replica in snapshot.replicas:

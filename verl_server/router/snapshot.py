@@ -65,6 +65,8 @@ class RouterSnapshot:
     """Number of finished results that a repeated request id still receives."""
     counters: RouterCounters
     """A copy of the counters."""
+    is_paused: bool = False
+    """Whether all requests wait, because a trainer has paused the router or updates the weights."""
 
     def replica(self, name: str) -> ReplicaSnapshot | None:
         """The replica with this name. None when the router does not know it."""

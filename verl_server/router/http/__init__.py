@@ -1,1 +1,1 @@
-"""Parts of a router's HTTP server: JSON bodies and errors, and requests that are forwarded to a replica unchanged."""
+"""Parts of a router's HTTP server: JSON bodies and errors, and requests that are forwarded to a replica."""

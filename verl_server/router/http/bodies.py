@@ -33,13 +33,17 @@ def json_response(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
-def error_response(error: VerlServerError) -> web.Response:
-    """An error as JSON: `type`, `message` and `details` of `to_wire`, and `retryable`."""
-    status = next((code for kind, code in ERROR_STATUSES if isinstance(error, kind)), 500)
+def error_status(error: VerlServerError) -> int:
+    """The HTTP status of an error: that of the replica, if a replica has answered with one."""
     replica_status = error.details.get("status")
     if isinstance(replica_status, int) and replica_status >= 400:
-        status = replica_status
-    return json_response({"error": {**to_wire(error), "retryable": error.retryable}}, status)
+        return replica_status
+    return next((code for kind, code in ERROR_STATUSES if isinstance(error, kind)), 500)
+
+
+def error_response(error: VerlServerError) -> web.Response:
+    """An error as JSON: `type`, `message` and `details` of `to_wire`, and `retryable`."""
+    return json_response({"error": {**to_wire(error), "retryable": error.retryable}}, error_status(error))
 
 
 def parse_object(raw: bytes) -> Json:

@@ -1,4 +1,4 @@
-"""`Forwarder`: sends requests unchanged to a replica. The OpenAI paths of a router are forwarded.
+"""`Forwarder`: sends requests to a replica as they are. The OpenAI paths of a router are forwarded.
 
 A request is sent to another replica as long as no byte of an answer has arrived. Later, the loss of its replica breaks
 the caller's connection.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -28,6 +29,7 @@ from verl_server.router.request_checks import (
 )
 from verl_server.server.ports import open_socket
 from verl_server.tracing import trace_headers
+from verl_server.types import Json
 
 CONNECT_TIMEOUT_S = 2.0
 IDLE_CONNECTION_S = 2.0
@@ -36,10 +38,12 @@ MAX_FORWARDED_DEATHS = 4
 """Number of servers that may end while they run one forwarded request, even if other requests ran there, too."""
 RELAYED_HEADERS = ("Content-Type", "Content-Encoding")
 """Headers of a replica's answer that the caller receives."""
+Prepare = Callable[[str, Json], Awaitable[Json]]
+"""Gets the path and the body of a request; returns the body for the replica."""
 
 
 class Forwarder:
-    """Connections to the replicas of one `Dispatcher`, for requests that the router does not change."""
+    """Connections to the replicas of one `Dispatcher`, for requests that are no generations of it."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -55,11 +59,14 @@ class Forwarder:
         if self._session is not None:
             await self._session.close()
 
-    async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Forward a request unchanged to a replica, and its answer to the caller."""
+    async def forward(self, request: web.BaseRequest, prepare: Prepare) -> web.StreamResponse:
+        """Forward a request to a replica, and its answer to the caller. A body that `prepare` leaves stays as it is."""
         body = await request.read()
         if request.method == "POST":
-            check_forwarded_body(parse_object(body))
+            given = parse_object(body)
+            check_forwarded_body(given)
+            prepared = await prepare(request.path, given)
+            body = body if prepared is given else orjson.dumps(prepared)
         session_id, failures = request.headers.get("x-session-id"), Failures()
         while True:
             async with self._dispatcher.lease_slot(

@@ -167,8 +167,11 @@ class ReplicaTable:
         It is not retryable when every replica has failed.
         """
         statuses = self._unavailable.values()
-        if not statuses or self.num_admitted:
+        if self.num_admitted:
             return error
+        if not statuses:
+            problems = [f"{name}: {each.problem:.400}" for name, each in self.replicas.items() if each.problem]
+            return NotReadyError("; ".join([error.message, *problems[:MAX_REASONS]]))
         if not self.replicas and all(status.failure is not None for status in statuses):
             failure = max(statuses, key=lambda status: status.name).failure
             assert failure is not None

@@ -47,6 +47,8 @@ class RoutedReplica:
     """Whether the fleet reports that the replica made no progress for a long time."""
     will_serve: bool = True
     """Whether the replica serves requests, or will serve them again without an action of the user."""
+    problem: str = ""
+    """Why the replica receives no requests, for the callers. Empty if nobody has said so."""
     errors: ErrorHistory = field(default_factory=ErrorHistory)
     """Errors of the replica in a row."""
     running_requests: int = 0

@@ -1,4 +1,4 @@
-"""The request of `verl-server status` to a router."""
+"""The requests of `verl-server status` to a router."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ import requests
 from verl_server.errors import ServerError
 
 TIMEOUT_S = 10.0
+
+
+def is_paused(url: str) -> bool:
+    """Whether all requests wait in a router that answers. False also if `/health` does not say so."""
+    try:
+        with requests.Session() as session:
+            session.trust_env = False
+            return session.get(f"{url}/health", timeout=TIMEOUT_S).json().get("paused") is True
+    except (requests.RequestException, AttributeError):
+        return False
 
 
 def fetch_replicas(url: str, api_key: str, key_hint: str) -> list[dict[str, Any]]:

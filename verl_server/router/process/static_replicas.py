@@ -44,12 +44,16 @@ class ProbedServers:
     Use it in the event loop of the dispatcher.
     """
 
-    def __init__(self, dispatcher: Dispatcher, check: ServerCheck | None = None) -> None:
-        """`check`: is called at each probe that a server answers. It raises an exception for a server that must receive
+    def __init__(
+        self, dispatcher: Dispatcher, check: ServerCheck | None = None, describe: Callable[[Exception], str] = str
+    ) -> None:
+        """`describe`: returns the message for the error of a probe.
+
+        `check`: is called at each probe that a server answers. It raises an exception for a server that must receive
         no requests: AwaitedError for one that requests wait for. It needs a deadline of its own: `set_servers` waits
         for it.
         """
-        self._dispatcher, self._check = dispatcher, check
+        self._dispatcher, self._check, self._describe = dispatcher, check, describe
         self._servers: dict[str, RemoteServer] = {}
         self._adapters: dict[str, AsyncHttpServerEngineAdapter] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -135,10 +139,10 @@ class ProbedServers:
             self._awaited_at[name] = time.monotonic()
             self.problems.pop(name, None)
         except Exception as error:  # noqa: BLE001 - any failure means that no usable server answers at this address
-            problem = f"{error}" or f"no answer within {PROBE_TIMEOUT_S:g} s"
+            problem = self._describe(error) or f"no answer within {PROBE_TIMEOUT_S:g} s"
             is_new = isinstance(error, NotReadyError) and problem != self.problems.get(name)
             if is_new or name not in self.problems:
-                logger.warning("replica %s receives no requests until it answers: %s", name, error)
+                logger.warning("replica %s receives no requests until it answers: %s", name, problem)
             self.problems[name] = problem
             self.infos.pop(name, None)  # another server may answer at this address later
             self._adapters[name].connection.forget_server()
@@ -151,6 +155,7 @@ class ProbedServers:
             else:  # its connections might never be closed: the requests that run there continue elsewhere
                 await self._adapters[name].close_connections()
                 pool.add_replica(name, self._adapters[name], 0, admitted=False, will_serve=False)
+            pool.replicas[name].problem = problem
             return
         if name not in self.infos:
             await self._ask_info(name)
@@ -208,7 +213,7 @@ class StaticReplicas:
         """Probe all servers once, then repeatedly."""
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-        self._probed = ProbedServers(dispatcher, self._check)
+        self._probed = ProbedServers(dispatcher, self._check, _describe)
         if self._has_control:
             self.control = ReplicaControl(dispatcher.pool, self._probed.adapters)
         await self._probed.set_servers(self._servers)
@@ -245,6 +250,17 @@ def _require_servers(servers: object) -> None:
         got = f"a value of type {wrong[0]}" if wrong else "a RemoteServer without a name"
         example = 'write {"r0": RemoteServer("http://10.0.0.1:30000")}'
         raise BadInputError(f"the servers must be a dict of RemoteServer by name, got {got}; {example}")
+
+
+def _describe(error: Exception) -> str:
+    """The message of a probe's error. The operator of `verl-server router` knows the keys by their variables."""
+    key = error.details.get("key") if isinstance(error, VerlServerError) else None
+    if key is None:
+        return f"{error}"
+    return (
+        f"the server refused the {key} that the router sends (401). Start the router with the {key} of the server in "
+        f"the environment variable VERL_SERVER_REPLICA_{key.upper()}. Requests do not succeed before"
+    )
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Coroutine, Mapping
+import time
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any
 
 from aiohttp import web
 
 from verl_server.errors import BadInputError, ServerError, UnsupportedError, VerlServerError
-from verl_server.router.http.bodies import json_response, parse_object
+from verl_server.router.http.bodies import error_status, json_response, parse_object
+from verl_server.router.rl_wire.folders import USE_FILES
+from verl_server.router.rl_wire.models import ServedModels
 from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.types import Json
 from verl_server.validation import did_you_mean
@@ -19,16 +23,18 @@ logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 60.0
 """Maximum number of seconds that a router which ends waits for running operations."""
-#: Methods and paths of the routes. The LoRA routes have a second path, which is vLLM's own.
+IS_PAUSED_PATH = "/is_paused"
+"""This route changes nothing, so it needs no admin key."""
+#: Methods and paths of the routes. The LoRA routes have a second path, which is vLLM's. The last path is prime-rl's.
 ADMIN_ROUTES = (
-    ("POST", "/pause"), ("POST", "/resume"), ("GET", "/is_paused"), ("POST", "/update_weights"),
+    ("POST", "/pause"), ("POST", "/resume"), ("GET", IS_PAUSED_PATH), ("POST", "/update_weights"),
     ("POST", "/load_lora_adapter"), ("POST", "/v1/load_lora_adapter"), ("POST", "/unload_lora_adapter"),
-    ("POST", "/v1/unload_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"), ("POST", "/init_broadcaster"),
 )  # fmt: skip
 #: Fields of the body of each route. `clear_cache`, `load_inplace` and `lora_int_id` are vLLM's, and have no effect.
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "/pause": ("mode", "clear_cache"), "/resume": (), "/update_weights": ("weight_dir", "weight_version"),
-    "/load_lora_adapter": ("lora_name", "lora_path", "load_inplace"),
+    "/load_lora_adapter": ("lora_name", "lora_path", "load_inplace", "is_3d_lora_weight"),
     "/unload_lora_adapter": ("lora_name", "lora_int_id"),
 }  # fmt: skip
 _QUERY_PATH = "/pause"
@@ -42,35 +48,50 @@ class AdminRoutes:
     changed: trainers repeat a call whose answer they did not wait for, and the weights must not be loaded twice.
     """
 
-    def __init__(self, control: ReplicaControl | None) -> None:
+    def __init__(self, control: ReplicaControl | None, models: ServedModels) -> None:
         """`control` None: the router cannot control its servers, and every route raises UnsupportedError."""
-        self._control = control
+        self._control, self._models = control, models
         self._last: tuple[str, asyncio.Task[Json]] | None = None
         """The operation that was created last, with its path and arguments."""
         self._running: dict[asyncio.Task[Json], str] = {}
         """Operations that have not ended, with their paths."""
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request whose key has been checked."""
-        control = self._control
-        if control is None:
-            raise UnsupportedError(
-                f"this router does not offer {request.path}. The router of a fleet follows its fleet: push weights "
-                "with VerlEngine(fleet=...). A router of `verl-server router` offers the route when "
-                "VERL_SERVER_ADMIN_API_KEY is set"
-            )
-        if request.path == "/is_paused":
-            return json_response({"is_paused": control.is_paused})
-        raw = await request.read()
-        path = request.path.removeprefix("/v1")
-        arguments = _read_arguments(request, path, parse_object(raw) if raw else {})
-        task = await self._join(control, path, arguments) or self._start(control, path, arguments)
+    async def handle(self, request: web.BaseRequest, has_admin_key: bool) -> web.StreamResponse:
+        """Answer a request, which has the API key at least. Failed operations are logged."""
+        task: asyncio.Task[Json] | None = None
         try:
+            if request.path == IS_PAUSED_PATH:
+                return json_response({"is_paused": self._control_for(request.path).is_paused})
+            if not has_admin_key:
+                raise _admin_key_error(request)
+            task = await self._task_of(request)
             return json_response(await asyncio.shield(task))
         except VerlServerError as error:
-            if error.details.get("status") in (401, 403):
-                raise _replica_key_error(error) from error
+            if task is None:  # otherwise the task logs its error, once for all of its callers
+                logger.warning("%s was refused with status %d: %s", request.path, error_status(error), error.message)
             raise
+
+    def _control_for(self, path: str) -> ReplicaControl:
+        if self._control is None:
+            raise UnsupportedError(
+                f"this router does not offer {path}. The router of a fleet follows its fleet: push weights with "
+                "VerlEngine(fleet=...). A router of `verl-server router` offers the route when "
+                "VERL_SERVER_ADMIN_API_KEY is set"
+            )
+        return self._control
+
+    async def _task_of(self, request: web.BaseRequest) -> asyncio.Task[Json]:
+        """The operation of a request: a running one with the same arguments, or a new one."""
+        control, path = self._control_for(request.path), request.path.removeprefix("/v1")
+        if path not in _FIELDS:
+            raise UnsupportedError(f"this router takes no weights by NCCL or NIXL ({path}): {USE_FILES}")
+        raw = await request.read()
+        arguments = _read_arguments(request, path, parse_object(raw) if raw else {})
+        if path in ("/update_weights", "/load_lora_adapter"):
+            await self._models.learn_name()  # an update may change it
+        if path == "/load_lora_adapter":
+            _check_load(arguments, self._models.base_names)
+        return await self._join(control, path, arguments) or self._start(control, path, arguments)
 
     async def _join(self, control: ReplicaControl, path: str, arguments: Json) -> asyncio.Task[Json] | None:
         """The last operation, if it runs and does what a call with these arguments asks for.
@@ -88,8 +109,8 @@ class AdminRoutes:
         return None
 
     def _start(self, control: ReplicaControl, path: str, arguments: Json) -> asyncio.Task[Json]:
-        task = asyncio.create_task(_operation(control, path, arguments))
-        task.add_done_callback(_note_error)
+        task = asyncio.create_task(_run(control, path, arguments))
+        task.add_done_callback(functools.partial(_log_end, path, arguments, time.monotonic()))
         self._last = _key_of(path, arguments), task
         self._running[task] = path
         task.add_done_callback(self._running.pop)
@@ -119,6 +140,8 @@ def _read_arguments(request: web.BaseRequest, path: str, body: Json) -> Json:
     fields, query = _FIELDS[path], request.query
     for name in (*query, *body):
         known = fields if name in body or path == _QUERY_PATH else ()
+        if name in fields and name not in known:
+            raise BadInputError(f"pass {name} in the JSON body of {path}, not in the query")
         if name not in known:
             raise BadInputError(f"{path} has no argument {name!r:.100}{did_you_mean(name, fields)}")
         if len(query.getall(name, [])) + (name in body) > 1:
@@ -126,10 +149,40 @@ def _read_arguments(request: web.BaseRequest, path: str, body: Json) -> Json:
     return {**query, **body}
 
 
-def _note_error(task: asyncio.Task[Json]) -> None:
-    """The caller may have left: without this, asyncio would log an error that was never retrieved."""
-    if not task.cancelled():
-        task.exception()
+def _check_load(arguments: Json, base_names: Collection[str]) -> None:
+    """Raise BadInputError for an adapter that would hide the base model, and for a form that no engine loads here."""
+    if (name := arguments.get("lora_name")) in list(base_names):
+        raise BadInputError(
+            f"The lora adapter {name!r:.200} conflicts with a served base model: requests with this name could not say "
+            "which of both they mean. Choose another lora_name"
+        )
+    if arguments.get("is_3d_lora_weight"):
+        raise BadInputError("is_3d_lora_weight is not supported by this router; leave it out")
+
+
+def _log_end(path: str, arguments: Json, started_at: float, task: asyncio.Task[Json]) -> None:
+    """Log how an operation has ended. The caller may have left, or may show its user only the status of the reply."""
+    if task.cancelled():
+        return
+    call = " ".join([path, *(f"{name}={value!r:.300}" for name, value in arguments.items())])
+    error, seconds = task.exception(), time.monotonic() - started_at
+    if error is None:
+        reply = " ".join(f"{name}={value}" for name, value in task.result().items())
+        logger.info("%s: %s after %.1f s", call, reply, seconds)
+    else:
+        status, message = 500, repr(error)
+        if isinstance(error, VerlServerError):
+            status, message = error_status(error), error.message
+        logger.warning("%s failed with status %d after %.1f s: %s", call, status, seconds, message)
+
+
+async def _run(control: ReplicaControl, path: str, arguments: Json) -> Json:
+    try:
+        return await _operation(control, path, arguments)
+    except VerlServerError as error:
+        if error.details.get("status") in (401, 403):
+            raise _replica_key_error(error) from error
+        raise
 
 
 def _operation(control: ReplicaControl, path: str, arguments: Json) -> Coroutine[Any, Any, Json]:
@@ -161,14 +214,14 @@ async def _update(control: ReplicaControl, arguments: Json) -> Json:
 def _replica_key_error(error: VerlServerError) -> ServerError:
     """The error for a server that has refused the router's key. Without the status, which is about the caller's key."""
     return ServerError(
-        "a server refused the admin key that the router sends: start the router with the admin key of the servers in "
-        f"the environment variable VERL_SERVER_REPLICA_ADMIN_API_KEY: {error.message}",
+        f"a server refused the admin key that the router sends ({error.details.get('url')}): start the router with the "
+        "admin key of the servers in the environment variable VERL_SERVER_REPLICA_ADMIN_API_KEY",
         url=error.details.get("url"),
         key="replica_admin_api_key",
     )
 
 
-def admin_key_error(request: web.BaseRequest) -> ServerError:
+def _admin_key_error(request: web.BaseRequest) -> ServerError:
     """The error for a request to an admin route with the API key only."""
     return ServerError(
         f"{request.path} changes what the router serves, so it needs the admin key (403): the environment variable "

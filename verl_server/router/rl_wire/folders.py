@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FOLDER_TIMEOUT_S = 60.0
 """Seconds within which the files of a folder must be read. A network file system may hang."""
+USE_FILES = "with prime-rl, set weight_broadcast.type='filesystem'"
+"""What to do when a trainer does not write its weights into files."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,19 @@ def require_checkpoint_folder(folder: Any) -> None:
     The servers read the folder, and the router reads its headers: both must see it at the same path. Blocking.
     """
     if folder is None:
-        raise BadInputError("weight_dir is missing: this router loads folders only, and takes no broadcast of weights")
+        raise BadInputError(
+            f"weight_dir is missing: this router loads folders only, and takes no broadcast of weights; {USE_FILES}"
+        )
     path = _absolute(folder, "weight_dir")
     try:
         has_files = any(path.glob("*.safetensors"))
     except (OSError, ValueError) as error:  # for example a name that is too long
         raise BadInputError(f"weight_dir {folder!r:.200} cannot be read: {error!s:.200}") from error
     if not has_files:
-        raise BadInputError(f"weight_dir {str(path)!r} has no file *.safetensors, or the router cannot see the folder")
+        raise BadInputError(
+            f"weight_dir {str(path)!r:.300} has no file *.safetensors, or the router cannot see the folder. A "
+            f"broadcast by NCCL or NIXL writes no such file: {USE_FILES}"
+        )
 
 
 def read_served_manifest(server_args: Mapping[str, Any]) -> Manifest:

@@ -89,9 +89,14 @@ class LoraControl:
     async def unload(self, name: str) -> None:
         """Unload an adapter from all servers that answer, when its requests have ended.
 
-        Raises NotReadyError, and changes nothing, if no server answers. A server that fails is not complete.
+        Raises NotReadyError, and changes nothing, if no server answers, and BadInputError (404) if neither the router
+        nor a server knows the adapter. A server that fails is not complete.
         """
-        await self._unload_from(await find_answering(self._servers), name)
+        servers = await find_answering(self._servers)
+        if name not in self._adapters and not await _is_listed(servers, name):
+            known = sorted(self.names)
+            raise BadInputError(f"The lora adapter '{name:.200}' cannot be found. The adapters are {known}", status=404)
+        await self._unload_from(servers, name)
 
     async def _unload_from(self, servers: Servers, name: str) -> None:
         done = set[str]()
@@ -163,6 +168,17 @@ async def _load(server: AsyncHttpServerEngineAdapter, name: str, files: LoraFile
             raise
         await server.unload_lora_adapter(name)
         await server.load_lora_adapter(name, files.tensors, files.config)
+
+
+async def _is_listed(servers: Servers, name: str) -> bool:
+    """Whether a server has an adapter of this name: another router, or its command line, may have loaded it."""
+
+    async def is_listed(_: str, server: AsyncHttpServerEngineAdapter) -> None:
+        found.append(name in await server.list_lora_adapters())
+
+    found: list[bool] = []
+    await call_each(servers, is_listed)
+    return any(found)
 
 
 async def _unload(server: AsyncHttpServerEngineAdapter, name: str) -> None:

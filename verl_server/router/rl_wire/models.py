@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from verl_server.errors import BadInputError, NotReadyError, ServerError
+from verl_server.errors import BadInputError, NotReadyError, ServerError, UnsupportedError
 from verl_server.router.placement.routed_replica import GenerationServer, RoutedReplica
 from verl_server.router.replica_pool import ReplicaPool
 from verl_server.types import Json
@@ -24,6 +24,10 @@ MAX_CALLS = 8
 """Maximum number of replicas that are asked at the same time."""
 ADAPTERS_AGE_S = 1.0
 """Seconds for which the list of LoRA adapters is used again."""
+SGLANG_DEFAULT_NAME = "default"
+"""Name of the base model in SGLang's own clients, whatever the server calls the model."""
+_LORA_PATH_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+"""Paths for which SGLang has the field `lora_path`."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,15 @@ class ServedModels:
         """Name of the base model when the router first asked. SGLang names it after the folder of the last update."""
         self._base: dict[str, Json] = {}
         """The base model by its name, as `/v1/models` describes it."""
+        self._is_vllm = False
+        """Whether vLLM has listed the models."""
         self._adapters: dict[str, Json] = {}
         self._listed_at = -ADAPTERS_AGE_S
+
+    @property
+    def base_names(self) -> Collection[str]:
+        """The known names of the base model."""
+        return self._base.keys()
 
     async def listing(self) -> Json:
         """The reply of `/v1/models`. A LoRA adapter has the `max_model_len` of its base model, too.
@@ -109,6 +120,7 @@ class ServedModels:
             if card.get("parent") is not None:
                 card["parent"] = self._name or card["parent"]
         self._base = {str(card.get("id")): card for card in base}
+        self._is_vllm = any(card.get("owned_by") == "vllm" for card in base)
         self._adapters = {str(card["id"]): card for card in cards if card.get("parent") is not None}
         self._listed_at = time.monotonic()
 
@@ -129,5 +141,36 @@ class ServedModels:
             await self.listing()
         if name not in self._adapters:
             known = sorted([*self._base, *self._adapters])
-            raise BadInputError(f"the model {name!r} does not exist; the replicas serve {known}", status=404)
+            raise BadInputError(f"The model `{name:.200}` does not exist. The replicas serve {known}", status=404)
         return ServedModel(name, name, self._adapters[name].get("max_model_len"))
+
+    async def with_adapter(self, path: str, body: Json) -> Json:
+        """The body of a request that is forwarded, so that also SGLang uses the LoRA adapter that `model` names.
+
+        vLLM selects an adapter by its name. SGLang needs `lora_path`, or the name of the base model before the name of
+        the adapter, and answers with the base model otherwise. Raises BadInputError (404) for an unknown name, and
+        UnsupportedError for an adapter at a path where SGLang uses none. A body without `model` is not changed.
+        """
+        name, adapters = body.get("model"), {*self._adapters, *self._lora_names()}
+        if name in (None, "") or (name == SGLANG_DEFAULT_NAME and name not in adapters):
+            return body
+        try:
+            model = await self.find(name)
+        except BadInputError:
+            if self._is_sglang_name(name):
+                return body
+            raise
+        if model.lora_path is None or self._is_vllm:
+            return body
+        if path in _LORA_PATH_PATHS:
+            return {**body, "lora_path": model.lora_path}
+        if path == "/v1/messages":
+            return {**body, "model": f"{next(iter(self._base))}:{model.lora_path}"}
+        raise UnsupportedError(f"SGLang uses no LoRA adapter at {path}: send the request to /v1/chat/completions")
+
+    def _is_sglang_name(self, name: Any) -> bool:
+        """Whether a name is `BASE:ADAPTER`, which is SGLang's form."""
+        if not isinstance(name, str):
+            return False
+        known = {*self._adapters, *self._lora_names()}
+        return any(name.startswith(f"{base}:") and name[len(base) + 1 :] in known for base in self._base)

@@ -245,7 +245,7 @@ class ReplicaControl:
                 self._pool.hold(False)
 
     async def unload_lora_adapter(self, name: Any) -> None:
-        """Unload a LoRA adapter from all servers when its requests have ended. Does nothing for an unknown name."""
+        """Unload an adapter from all servers when its requests have ended. Raises BadInputError for an unknown one."""
         _require_lora_name(name)
         async with self._lock:
             self._require_not_paused()

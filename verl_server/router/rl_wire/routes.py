@@ -21,7 +21,7 @@ from verl_server.router.rl_wire.generate import (
     router_fields_of,
 )
 from verl_server.router.rl_wire.models import ServedModel, ServedModels
-from verl_server.router.rl_wire.sampling import parse_sampling
+from verl_server.router.rl_wire.sampling import parse_sampling, with_given_names
 from verl_server.types import Json
 
 SESSION_HEADER, REQUEST_HEADER = "X-Session-ID", "X-Request-Id"
@@ -39,7 +39,7 @@ class RlRoutes:
         check_generate_body(body)
         model = await self._models.find(body.get("model"))
         tokens = _token_request(body, body["token_ids"], body.get("sampling_params", {}), model, request)
-        rid, replies = await self._sample(tokens, _request_id(body, request))
+        rid, replies = await self._sample(tokens, _request_id(body, request), "token_ids", "sampling_params")
         return json_response(generate_reply(body, rid, tokens, replies, model.name))
 
     async def completions(
@@ -52,24 +52,27 @@ class RlRoutes:
         params = sampling_of_completion(body)
         model = await self._models.find(body.get("model"))
         tokens = _token_request(body, body["prompt"], params, model, request)
-        rid, replies = await self._sample(tokens, _request_id(body, request))
+        rid, replies = await self._sample(tokens, _request_id(body, request), "prompt", "")
         return json_response(completion_reply(rid, tokens, replies, model.name))
 
     async def models(self, _: web.BaseRequest) -> web.StreamResponse:
         """`GET /v1/models`. It is answered also while the router is paused."""
         return json_response(await self._models.listing())
 
-    async def _sample(self, request: TokenRequest, rid: str | None) -> tuple[str, list[Json]]:
+    async def _sample(self, request: TokenRequest, rid: str | None, prompt: str, params: str) -> tuple[str, list[Json]]:
         """The id of the request, which is a random one if it has none, and the replies of its samples.
 
-        The samples of a repeated id are those of the first call.
+        The samples of a repeated id are those of the first call. `prompt` and `params`: see `with_given_names`.
         """
         count = request.sampling.n
         rids = [rid if count == 1 or rid is None else f"{rid}/{index}" for index in range(count)]
-        replies = await gather_all(
-            self._dispatcher.generate_request({**request.of_sample(index), "rid": sample_rid}, is_remote=True)
-            for index, sample_rid in enumerate(rids)
-        )
+        try:
+            replies = await gather_all(
+                self._dispatcher.generate_request({**request.of_sample(index), "rid": sample_rid}, is_remote=True)
+                for index, sample_rid in enumerate(rids)
+            )
+        except BadInputError as error:
+            raise with_given_names(error, prompt, params) from error
         return rid or uuid.uuid4().hex, replies
 
 

@@ -6,6 +6,7 @@ vLLM ignores parameters that it does not know. Here they are refused: a misspell
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ _NAMES: Mapping[str, str] = {
 _GRAMMARS: Mapping[str, str] = {
     "json": "json_schema", "regex": "regex", "grammar": "ebnf", "structural_tag": "structural_tag",
 }  # fmt: skip
+#: vLLM's names of parameters that have another name in this library.
+_GIVEN_NAMES: Mapping[str, str] = {ours: given for given, ours in _NAMES.items() if ours != given}
 #: Parameters that change no token of a reply. Trainers send the last three, which vLLM does not know, either.
 _WITHOUT_EFFECT = frozenset({
     "output_kind", "stream_interval", "skip_clone", "flat_logprobs", "detokenize", "routed_experts_prompt_start",
@@ -149,3 +152,25 @@ def _grammar(given: Any) -> Json:
 def _require_no_effect(name: str, value: Any) -> None:
     if value not in (False, 0, [], {}):
         raise BadInputError(f"the sampling parameter {name!r} is not supported by this router; leave it out")
+
+
+def with_given_names(error: BadInputError, prompt: str, params: str) -> BadInputError:
+    """The same error with the names that the caller has sent.
+
+    `prompt`: name of the field with the token ids. `params`: name of the object with the sampling parameters, empty if
+    they are fields of the body.
+    """
+
+    def rename(match: re.Match[str]) -> str:
+        name = match["name"]
+        if (grammar := next((given for given, ours in _GRAMMARS.items() if ours == name), None)) is not None:
+            params_of_name, given = "structured_outputs", grammar
+        else:
+            params_of_name, given = params, _GIVEN_NAMES.get(name, name)
+        return f"{params_of_name}[{given!r}]" if params_of_name else given
+
+    message = re.sub(r"sampling_params\['(?P<name>\w+)'\]", rename, error.message)
+    message = re.sub(r"\binput_ids\b", prompt, message)
+    for ours, given in _GIVEN_NAMES.items():  # the engine's own messages
+        message = re.sub(rf"\b{ours}\b", given, message)
+    return type(error)(message, **error.details)
