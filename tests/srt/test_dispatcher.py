@@ -483,7 +483,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 
 
 async def run(url):
-    async with RouterClient(url, sys.argv[2], reconnect_timeout_s=0.1) as client:
+    async with RouterClient(url, sys.argv[2], reconnect_timeout_s=2.0) as client:  # less than the calls take together
         calls = (client.generate(input_ids=[1], sampling_params={"max_new_tokens": 4}) for _ in range(250))
         print(len(await asyncio.gather(*calls)))
     await asyncio.sleep(0.2)  # the connections are closed
@@ -508,7 +508,7 @@ def test_calls_of_a_client_wait_for_open_files() -> None:
 
     class SlowServer(RecordingServer):
         async def generate(self, **request: Any) -> Any:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.0)
             return await super().generate(**request)
 
     async def run() -> None:
