@@ -139,11 +139,12 @@ class Server:
 
     def prepare_release(self) -> None:
         self.call("prepare_release")
-        self.is_held = True
+        self.is_held = self.needs_continue = True
 
     def cancel_release(self) -> None:
         self.call("cancel_release")
         self.is_held = False
+        self.needs_continue = bool(self.released_memory) or self.paused
 
     def release_memory_occupation(self, tags: list[str]) -> None:
         self.call("release_memory_occupation")
@@ -417,6 +418,39 @@ def test_memory_is_released_on_all_servers_or_on_none(step: str, make_fleet: Cal
     assert bad.has_ended, "its memory is free"
     assert all(server.released_memory for server in fleet.servers[:2])
     assert not fleet.fleet.is_open
+
+
+def test_a_release_that_fails_ends_no_server_that_sleeps_or_was_paused(make_fleet: Callable[..., TestFleet]) -> None:
+    fleet = make_fleet(3)
+    asleep = fleet.servers
+    fleet.memory.release(["kv_cache"])
+    for server in asleep:
+        server.faults["prepare_release"] = ServerError("broken", status=500)
+    with pytest.raises(ServerError, match="broken"):
+        fleet.memory.release(["weights"])
+    assert fleet.servers == asleep
+    assert fleet.fleet.released_memory == {"kv_cache"}
+
+    fleet = make_fleet(2)
+    paused = fleet.servers
+    paused[0].paused = True  # as a failed update leaves it
+    paused[1].faults["prepare_release"] = ServerBusyError("a request runs", status=409)
+    with pytest.raises(ServerBusyError):
+        fleet.memory.release(None)
+    assert fleet.servers == paused
+
+
+def test_a_server_that_does_not_continue_at_the_end_of_the_trainer_is_started_again(
+    make_fleet: Callable[..., TestFleet],
+) -> None:
+    """Its requests would wait for ever."""
+    fleet = make_fleet(1)
+    (server,) = fleet.servers
+    assert fleet.updates.members
+    fleet.updates.pause(PauseMode.RETRACT)
+    server.faults["continue_generation"] = VerlServerError("not now")
+    fleet.updates.detach()
+    wait_until(lambda: fleet.servers[0] not in (None, server), 10.0, "not started again")
 
 
 def test_a_second_release_does_not_undo_the_first(

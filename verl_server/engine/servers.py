@@ -172,8 +172,8 @@ class HttpServers:
         """Resume those of the tags that each server has released: a release may have failed on some servers."""
         self._call_all(lambda adapter: adapter.update_released_memory())
         paused = [adapter for adapter in self._adapters if adapter.needs_continue and not adapter.released_memory]
-        for adapter in paused:  # an earlier resume has failed after it has resumed the memory
-            adapter.resume_memory_occupation()
+        # An earlier resume of these has failed after it has resumed the memory.
+        self._call_all(lambda adapter: adapter in paused and adapter.resume_memory_occupation())
         if paused and not self.released_memory:
             return
         requested = frozenset(tags_to_resume(tags, self.released_memory))

@@ -86,7 +86,7 @@ class FleetMemory:
             with contextlib.suppress(VerlServerError):
                 self._calls.call_all(self._fleet.servers(), lambda adapter: adapter.cancel_release())
             for replica, adapter in self._fleet.servers():
-                if adapter.needs_continue:  # it stays paused
+                if adapter.needs_continue and not adapter.released_memory and not adapter.paused:  # not continued
                     self._calls.restart(replica, adapter, error)
             raise
         for replica in self._fleet.replicas:

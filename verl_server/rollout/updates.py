@@ -194,11 +194,11 @@ class FleetUpdates:
         is_torn = self._fleet.abandon_update()
         self._recovery.wait_for_replay()
         if self._is_paused and not is_torn:
-            with contextlib.suppress(VerlServerError):  # a server that fails here is recovered by the watch
-                self._calls.call_all(
-                    self._fleet.servers(),
-                    lambda adapter: not adapter.paused or adapter.end_update_pause(),
-                )
+            self._calls.call_all(  # a server that does not continue is started again
+                self._fleet.servers(),
+                lambda adapter: not adapter.paused or adapter.end_update_pause(),
+                restart_on=VerlServerError,
+            )
             self._is_paused = False
 
 

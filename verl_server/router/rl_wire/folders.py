@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,29 +52,17 @@ async def _in_daemon_thread(work: Callable[[], T]) -> T:
     """The result of `work` in a thread of its own. A thread that hangs neither keeps the process from ending nor delays
     the work of other threads, as one of asyncio's executor would.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def resolve(value: Any, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
-            return
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
+    future = Future[T]()
+    future.set_running_or_notify_cancel()  # a caller that leaves cannot cancel it
 
     def run() -> None:
-        value: Any = None
-        failure: BaseException | None = None
         try:
-            value = work()
+            future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised in the coroutine that waits
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(resolve, value, failure)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="verl-server-folder", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 def folder_signature(folder: Any) -> Any:

@@ -129,7 +129,8 @@ class Generations:
     async def run(self, request: Json, session_id: str | None) -> Json:
         """The reply of the router. That of an aborted or rejected request has what was generated, see `abort`.
 
-        Waits while requests are held, and while all servers wait for the next update of the weights.
+        Waits while requests are held, and while all servers wait for the next update of the weights. `watch.py` ends
+        the run if no update comes, see `FleetActor.wait_for_loss`.
         """
         while True:
             while self._reasons:
