@@ -84,7 +84,6 @@ SHARED_MODULES = [
     "garbage_collection",
 ]
 UNRESTRICTED = ["tiny", "__init__", "__main__"]
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FOLDER_FILES = 300, 60, 15
 
 
 def _imports(path: Path) -> set[str]:
@@ -159,19 +158,6 @@ def _require_no_cycle(imports: dict[str, set[str]]) -> None:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"these import each other in a cycle: {error.args[1]}")
-
-
-def test_files_functions_and_folders_are_small() -> None:
-    for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
-        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-        assert len(files) <= MAX_FOLDER_FILES, f"{folder} has {len(files)} files"
-    for path in PACKAGE.rglob("*.py"):
-        source = path.read_text()
-        assert len(source.splitlines()) <= MAX_FILE_LINES, path
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                assert node.end_lineno is not None
-                assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{path}: {node.name}"
 
 
 def test_lists_of_the_files_of_a_folder_are_complete() -> None:
