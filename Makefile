@@ -13,6 +13,7 @@ TRL_VENV := .venv-trl
 # jmespath: TRL needs it for tools with this version of transformers.
 TRL := trl==1.16.0 jmespath==1.1.0
 RL_CLIENTS := .venv-rl-clients
+NEWEST := .venv-newest
 RL_CLIENTS_LOCK := tests/srt/rl_clients/requirements.lock
 VLLM_VENV := .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
@@ -22,7 +23,7 @@ NO_TORCH := $(VLLM_VENV)/.no-torch
 NO_TORCH_CURE := "vLLM is not set up, and its tests are skipped: pip finds no $(VLLM_TORCH), the build of torch for CPUs," \
 	"which is not on PyPI. Set PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL to a place that has it, then run make setup-vllm"
 
-.PHONY: setup setup-vllm setup-vllm-if-found setup-trainers clients rl-clients environments demo verl-demo test test-quick check format docs doctor \
+.PHONY: setup setup-vllm setup-vllm-if-found setup-trainers clients rl-clients environments newest demo verl-demo test test-quick check format docs doctor \
 	bench gpu-proof clean
 
 setup: $(READY)
@@ -102,6 +103,17 @@ demo: setup
 verl-demo: setup setup-trainers
 	VERL_SERVER_PYTHON="$(CURDIR)/$(BIN)/python" $(TRAINERS)/bin/python examples/verl_demo.py $(ARGS)
 
+# What a new user gets: the wheel in a fresh environment with the newest dependencies. And what runs here with one
+# version of an engine only: the sources of its newest version, also of builds that need a GPU.
+newest: setup
+	rm -rf $(NEWEST) build
+	$(BIN)/uv build --quiet --clear --out-dir $(NEWEST)/dist .
+	$(BIN)/uv tool run --quiet twine check --strict $(NEWEST)/dist/*
+	$(BIN)/uv venv --quiet --python $(BIN)/python $(NEWEST)/env
+	$(BIN)/uv pip install --quiet --python $(NEWEST)/env/bin/python $(NEWEST)/dist/*.whl
+	cd $(NEWEST) && env -u PYTHONPATH env/bin/python ../tests/newest/check_wheel.py
+	$(BIN)/python tests/newest/engine_sources.py vllm sglang
+
 # All environments of the tests. They can be made at the same time: `make -j4 environments`.
 environments: setup clients rl-clients setup-trainers setup-vllm-if-found
 
@@ -149,4 +161,4 @@ gpu-proof:
 	PYTHONPATH="$(CURDIR):$(CURDIR)/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" $(PROOF_PYTHON) -m gpu_proof $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(RL_CLIENTS) $(VLLM_VENV) $(TRAINERS) $(TRL_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(NEWEST) $(CLIENTS) $(RL_CLIENTS) $(VLLM_VENV) $(TRAINERS) $(TRL_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -36,6 +36,7 @@ setup(
         "torch",
         "transformers",
         "aiohttp>=3.12",
+        "httpx",  # renderers imports it without a requirement
         "fastapi",
         "uvicorn",
         "httptools",
@@ -62,7 +63,7 @@ setup(
     ],
     extras_require={
         "sglang": ["sglang>=0.5.15,<=0.5.23"],
-        "vllm": ["vllm>=0.32"],
+        "vllm": ["vllm>=0.32,<0.34"],
         "docker": ["docker>=7.1"],
         "ray": ["ray>=2.40"],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
+from agent_clients.sdk_client import SDKS
 from transformers import AutoTokenizer
 
 from verl_server import HttpServerEngineAdapter
@@ -30,9 +29,6 @@ ENVIRONMENT = Path(__file__).parents[2] / ".venv-clients"
 PROGRAMS = Path(__file__).parent / "agent_clients"
 CONTEXT_LENGTH = 16384
 TIMEOUT_S = 150.0
-SYSTEM, QUESTION, RESULT, NEXT_QUESTION = "Use the tool.", "What is 1 + 2?", "3", "Are you sure?"
-SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-TOOL: Any = {"name": "add", "description": "The sum of two numbers.", "parameters": SCHEMA}
 CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": 1, "b": 2\}\}</tool_call>'
 PLAIN_SCRIPT = [CALL, r"The sum is 3\.", r"Yes, I am sure\."]
 THOUGHT = r"<think>[a-z]{6}</think>\n\n"
@@ -91,79 +87,8 @@ def exact_path(gateway: Gateway, session_id: str, prompts: list[list[int]]) -> l
 # -- the official SDKs -------------------------------------------------------------------------------
 
 
-def converse_by_chat(gateway: Gateway, key: str, stream: bool) -> list[Any]:
-    """The conversation through OpenAI's chat API."""
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
-    with openai.OpenAI(base_url=gateway.openai_url, api_key=key, max_retries=0) as client:
-
-        def ask(*new: Any) -> Any:
-            messages.extend(new)
-            arguments: Any = {"model": "policy", "messages": messages, "max_tokens": 400}
-            arguments["tools"] = [{"type": "function", "function": TOOL}]
-            if stream:
-                with client.chat.completions.stream(**arguments) as events:
-                    message: Any = events.get_final_completion().choices[0].message
-            else:
-                message = client.chat.completions.create(**arguments).choices[0].message
-            messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
-            return message
-
-        (call,) = ask().tool_calls
-        answer = ask({"role": "tool", "tool_call_id": call.id, "content": RESULT})
-        return [json.loads(call.function.arguments), answer.content, ask(user(NEXT_QUESTION)).content]
-
-
-def converse_by_responses(gateway: Gateway, key: str, stream: bool) -> list[Any]:
-    """The conversation through OpenAI's Responses API."""
-    items: list[Any] = [user(QUESTION)]
-    with openai.OpenAI(base_url=gateway.openai_url, api_key=key, max_retries=0) as client:
-
-        def ask(*new: Any) -> Any:
-            items.extend(new)
-            arguments: Any = {"model": "policy", "instructions": SYSTEM, "input": items, "max_output_tokens": 400}
-            arguments["tools"] = [{"type": "function", "strict": False, **TOOL}]
-            if stream:
-                with client.responses.stream(**arguments) as events:
-                    reply: Any = events.get_final_response()
-            else:
-                reply = client.responses.create(**arguments)
-            items.extend(item.to_dict() for item in reply.output)
-            return reply
-
-        (call,) = [item for item in ask().output if item.type == "function_call"]
-        answer = ask({"type": "function_call_output", "call_id": call.call_id, "output": RESULT})
-        return [json.loads(call.arguments), answer.output_text, ask(user(NEXT_QUESTION)).output_text]
-
-
-def converse_by_messages(gateway: Gateway, key: str, stream: bool) -> list[Any]:
-    """The conversation through Anthropic's Messages API."""
-    messages: list[Any] = [user(QUESTION)]
-    tools = [{"name": TOOL["name"], "description": TOOL["description"], "input_schema": SCHEMA}]
-    with anthropic.Anthropic(base_url=gateway.url, api_key=key, max_retries=0) as client:
-
-        def ask(*new: Any) -> Any:
-            messages.extend(new)
-            arguments: Any = {"model": "claude-policy", "max_tokens": 400, "system": SYSTEM, "messages": messages}
-            arguments["tools"] = tools
-            if stream:
-                with client.messages.stream(**arguments) as events:
-                    reply: Any = events.get_final_message()
-            else:
-                reply = client.messages.create(**arguments)
-            messages.append({"role": "assistant", "content": [block.model_dump() for block in reply.content]})
-            return {block.type: block for block in reply.content}
-
-        use = ask()["tool_use"]
-        result = {"type": "tool_result", "tool_use_id": use.id, "content": RESULT}
-        answer = ask({"role": "user", "content": [result]})
-        return [use.input, answer["text"].text, ask(user(NEXT_QUESTION))["text"].text]
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-SDKS = {"chat": converse_by_chat, "responses": converse_by_responses, "messages": converse_by_messages}
+def sdk_url(gateway: Gateway, api: str) -> str:
+    return gateway.url if api == "messages" else gateway.openai_url
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -176,7 +101,7 @@ def test_all_dialects_of_the_official_sdks_have_the_same_tokens(
     for (api, converse), stream in itertools.product(SDKS.items(), (False, True)):
         policy.prompts.clear()
         session, key = gateway.create_session()
-        assert converse(gateway, key, stream) == SAID, (api, stream)
+        assert converse(sdk_url(gateway, api), key, stream) == SAID, (api, stream)
         paths[f"{api} {stream}"] = exact_path(gateway, session.id, policy.prompts)
     assert len(paths) == 6
     assert all(path == paths["chat False"] for path in paths.values()), paths
@@ -225,13 +150,16 @@ def converse_by_program(
     return [exact_path(gateway, session, policy.prompts[3 * n : 3 * n + 3]) for n, session in enumerate(sessions)]
 
 
-def test_litellm_as_a_client(gateway: Gateway, policy: ScriptedPolicy, tmp_path: Path) -> None:
-    """Its conversations have the tokens of the official SDKs."""
+@pytest.mark.parametrize("program", ["sdk_client.py", "litellm_client.py"])
+def test_newest_sdks_and_litellm_as_clients(
+    gateway: Gateway, policy: ScriptedPolicy, tmp_path: Path, program: str
+) -> None:
+    """Their conversations have the tokens of the official SDKs in the versions that SGLang needs."""
     policy.script = PLAIN_SCRIPT
     session, key = gateway.create_session()
-    converse_by_chat(gateway, key, stream=False)
+    SDKS["chat"](sdk_url(gateway, "chat"), key, False)
     (leaf,) = (graph := graph_of(gateway, session.id)).leaves
-    paths = converse_by_program("litellm_client.py", tuple(SDKS), gateway, policy, tmp_path)
+    paths = converse_by_program(program, tuple(SDKS), gateway, policy, tmp_path)
     assert paths == [graph.token_ids(leaf)] * 6
 
 

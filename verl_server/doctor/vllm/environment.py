@@ -9,12 +9,20 @@ from verl_server.adapter.vllm.launch import VLLM
 from verl_server.doctor.finding import Finding, fail, ok, warn
 from verl_server.doctor.packages import check_package, parse_requirements
 from verl_server.server.interpreter.report import InterpreterReport
-from verl_server.vllm_server.start_checks import DISTRIBUTIONS, MINIMUM_VERSION, TESTED_VERSION, explain_version
+from verl_server.vllm_server.start_checks import (
+    DISTRIBUTIONS,
+    MINIMUM_VERSION,
+    NEWEST_VERSION,
+    TESTED_VERSION,
+    explain_version,
+    is_newer_than_checked,
+)
 
 #: Distributions whose versions are shown beside that of vLLM.
 SHOWN = ("torch", "transformers")
 PROJECT, CPU_BUILD = DISTRIBUTIONS
-SUPPORTED = f"tested: {TESTED_VERSION}; supported: {'.'.join(map(str, MINIMUM_VERSION))} and later"
+OLDEST, NEWEST = (".".join(map(str, numbers)) for numbers in (MINIMUM_VERSION, NEWEST_VERSION))
+SUPPORTED = f"tested: {TESTED_VERSION}; supported: {OLDEST} to {NEWEST}"
 #: Variable that makes vLLM select its CPU platform, whatever its version is called.
 TARGET_DEVICE = "VLLM_TARGET_DEVICE"
 OTHER_ENVIRONMENT = (
@@ -48,6 +56,13 @@ def check_version(report: InterpreterReport, *, pip: str, has_accelerator: bool)
             VLLM.name,
             refusal.rpartition("; ")[0],
             symptom="BadInputError when a server starts: vLLM refuses the server arguments",
+            fix=_install(pip, has_accelerator=name == PROJECT),
+        )
+    if is_newer_than_checked(version):
+        return warn(
+            VLLM.name,
+            f"{name} {version} is newer than all versions that were tried ({SUPPORTED})",
+            symptom="the server may not start, or answer in another form",
             fix=_install(pip, has_accelerator=name == PROJECT),
         )
     return ok(VLLM.name, f"{name} {version} ({SUPPORTED})")
