@@ -27,7 +27,7 @@ from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.types import ServerInfo
 
-KEY = "callers-key"
+KEY, ADMIN_KEY = "callers-key", "admin-key-of-the-replicas"
 ENDLESS = {"max_new_tokens": 2000, "ignore_eos": True}
 
 
@@ -36,7 +36,9 @@ def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
     folder = str(tiny("qwen3"))
 
     def start() -> Any:
-        return HttpServerEngineAdapter(model_path=folder, dtype="float32", max_total_tokens=8192, api_key="replicas")
+        return HttpServerEngineAdapter(
+            model_path=folder, dtype="float32", max_total_tokens=8192, api_key="replicas", admin_api_key=ADMIN_KEY
+        )
 
     with all_at_once(start, start, start) as started:
         yield started
@@ -46,7 +48,8 @@ def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
 def url(servers: list[Any]) -> Iterator[str]:
     """URL of the router process."""
     command = [sys.executable, "-m", "verl_server.cli", "router", *(f"--replica={one.base_url}" for one in servers)]
-    env = {**os.environ, "VERL_SERVER_API_KEY": KEY, "VERL_SERVER_REPLICA_API_KEY": "replicas"}
+    # As `echo` writes keys into files.
+    env = {**os.environ, "VERL_SERVER_API_KEY": KEY + "\r\n", "VERL_SERVER_REPLICA_API_KEY": "replicas\n"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -146,6 +149,58 @@ def test_invalid_requests(body: Any, status: int, message: str, url: str) -> Non
     got, reply = call(f"{url}/generate", body)
     assert (got, message in reply["error"]["message"]) == (status, True), reply
     assert call(f"{url}/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})[0] == 200
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HOSTILE: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"logprobs": True, "top_logprobs": 1_000_000}),
+    (CHAT, {"stop_token_ids": [2**62], "min_tokens": 2}),
+    (CHAT, {"input_ids": [1_000_000]}),
+    (CHAT, {"max_tokens": 2, "priority": 2**62}),
+    (CHAT, {"max_tokens": 2, "custom_params": {"a": {"b": {"c": 1}}}}),
+    (COMPLETIONS, {"prompt": [1_000_000]}),
+    (COMPLETIONS, {"prompt": [-1]}),
+    (COMPLETIONS, {"prompt": [[1, 2], [320]]}),
+    (COMPLETIONS, {"prompt": "hi", "echo": True, "logprobs": 1_000_000}),
+    (COMPLETIONS, {"prompt": "hi", "logit_bias": {"5": 1e300}}),
+    (COMPLETIONS, {"prompt": "hi", "top_k": 2**62}),
+    (COMPLETIONS, {"prompt": "hi", "n": 10**7}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 2, "top_k": 2**40}),
+    ("/v1/messages", {"max_tokens": 2, "top_k": 2**40}),
+]
+#: Bodies for paths that routers do not forward, or check themselves.
+HOSTILE_DIRECT: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"input_ids": [[]]}),
+    ("/generate", {"input_ids": [1], "return_logprob": True, "top_logprobs_num": [5]}),
+    ("/generate", {"input_ids": [1], "return_logprob": True, "top_logprobs_num": -5}),
+    ("/generate", {"input_ids": [1], "return_logprob": True, "token_ids_logprob": [1] * 1000}),
+    ("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "stop_token_ids": [320]}}),
+    ("/generate", {"input_ids": [1], "sampling_params": {"custom_params": "x"}}),
+    ("/generate", {"input_ids": [1], "token_indices_to_pool": [50]}),
+    ("/generate", {"input_ids": [1], "session_params": {"offset": "x"}}),
+    ("/v1/score", {"query": [10**6], "items": [[5]], "label_token_ids": [5]}),
+    ("/vertex_generate", {"instances": [{"input_ids": [10**6]}], "parameters": {}}),
+]
+
+
+def test_no_request_ends_a_server(url: str, servers: list[Any]) -> None:
+    """Whichever path it takes, through the router or directly with the key for generation."""
+    name = call(f"{url}/v1/models")[1]["data"][0]["id"]
+    through = [(url, KEY, *each) for each in HOSTILE]
+    direct = [(servers[0].base_url, "replicas", *each) for each in HOSTILE + HOSTILE_DIRECT]
+    for base_url, key, path, body in through + direct:
+        named = {"model": name, "messages": [{"role": "user", "content": "hi"}], **body}
+        status, reply = call(base_url + path, body if path in ("/generate", "/vertex_generate") else named, key)
+        assert status == 400, (path, body, status, reply)
+    assert all(server.generate(input_ids=[1], sampling_params={"max_new_tokens": 1}) for server in servers)
+
+
+def test_no_reply_of_a_server_holds_its_keys(servers: list[Any]) -> None:
+    for path in ("/server_info", "/get_server_info", "/model_info", "/v1/models"):
+        status, reply = call(servers[0].base_url + path, key="replicas")
+        assert status == 200
+        assert ADMIN_KEY not in json.dumps(reply), path
+        assert "api_key" not in json.dumps(reply), path
 
 
 def test_client_refuses_values_that_are_not_json(url: str) -> None:

@@ -112,7 +112,8 @@ def error_from_reply(status: int, url: str, body: Any, is_optional: bool = False
 
     `is_optional`: some supported versions of SGLang do not have the endpoint.
     """
-    message = _name_fields(error_message(body))[:MAX_MESSAGE_CHARACTERS]
+    # The pattern of the fields needs time that grows with the square of a message.
+    message = _name_fields(error_message(body)[: 4 * MAX_MESSAGE_CHARACTERS])[:MAX_MESSAGE_CHARACTERS]
     details: Json = {"status": status, "url": url, "body": message}
     if isinstance(body, dict) and body.get("success") is False:
         return ServerError(f"{url} reports failure: {message}", **details)
