@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +23,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 from helpers import GREEDY, PROMPTS, all_at_once, wait_until
+from stub_servers import serving
 
 from verl_server import HttpServerEngineAdapter, RouterClient, RouterConfig
 from verl_server.engine.servers import HttpServers
 from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.http.connections import RouterServer
 from verl_server.types import ServerInfo
 
 KEY, ADMIN_KEY = "callers-key", "admin-key-of-the-replicas"
@@ -351,3 +358,67 @@ def test_repeated_rid_receives_the_same_generation(url: str) -> None:
     assert first[0] == 200
     assert counter("attached") == before[1] + 2
     assert counter("requests") == before[0] + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "cause"),
+    [
+        ({"input_ids": [[1]] * 200_000}, {}, 400, "200000 prompts are more than"),
+        ({"text": ["hi"] * 200_000, "stream": True}, {}, 400, "200000 prompts are more than"),
+        (
+            b'{"input_ids": [1], "custom_labels": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+            {},
+            400,
+            "levels of lists and objects",
+        ),
+        ({"input_ids": [1], "sampling_params": {"stop_regex": "(a|b)" * 10**6}}, {}, 400, "at most 256 bytes"),
+        (gzip.compress(b" " * (200 << 20)), {"Content-Encoding": "gzip"}, 415, "no compressed bodies"),
+    ],
+)
+def test_limits_come_before_work(
+    body: Any, headers: dict[str, str], status: int, cause: str, url: str, servers: list[Any]
+) -> None:
+    begin = time.monotonic()
+    got, reply = call(f"{url}/generate", body, **headers)
+    assert got == status, reply
+    assert cause in reply["error"]["message"]
+    assert time.monotonic() - begin < 3
+
+
+def test_callers_without_a_key_keep_nobody_out(servers: list[Any]) -> None:
+    """The router may open few files. Connections that send nothing, a part of a head, or a wrong key, use them up."""
+    command = [sys.executable, "-m", "verl_server.cli", "router", f"--replica={servers[0].base_url}"]
+    env = {**os.environ, "VERL_SERVER_API_KEY": KEY, "VERL_SERVER_REPLICA_API_KEY": "replicas"}
+    limited = ["prlimit", "--nofile=256:256", *command]
+    with subprocess.Popen(limited, stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[1]
+            address = (urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(url).port)
+            with contextlib.ExitStack() as stack:
+                for number in range(400):
+                    client = stack.enter_context(socket.create_connection(address))
+                    client.sendall((b"", b"GET / HT", b"GET /replicas HTTP/1.1\r\nhost: a\r\n\r\n")[number % 3])
+                for _ in range(3):
+                    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+                    assert call(f"{url}/generate", body)[0] == 200
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def test_a_head_that_does_not_arrive_closes_its_connection() -> None:
+    async def run() -> bytes:
+        async def handle(_: Any) -> web.StreamResponse:
+            raise AssertionError("no request has arrived")
+
+        async with serving(RouterServer(handle)) as url:
+            reader, writer = await asyncio.open_connection("127.0.0.1", urllib.parse.urlsplit(url).port)
+            writer.write(b"POST /generate HTTP/1.1\r\n")
+            async with asyncio.timeout(5):
+                received = await reader.read()
+            writer.close()
+            return received
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_server.router.http.connections.HEAD_TIMEOUT_S", 0.3)
+        assert asyncio.run(run()) == b""
