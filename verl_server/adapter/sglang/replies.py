@@ -114,7 +114,7 @@ def require_answer(reply: Json, rid: Any, params: Json, vocab_size: int | None, 
     """Raise ServerError for one generation, whole or so far, that contradicts itself or its request. Whatever is behind
     the URL, no batch gets such tokens.
 
-    The first `num_checked` tokens are not checked. Returns the number of checked tokens. Takes 0.25 ms for 1,000 tokens.
+    The first `num_checked` tokens are not checked. Returns the number of checked tokens. Takes 0.25 ms for 1,000.
     """
     meta, ids = reply["meta_info"], reply.get("output_ids")
     if not isinstance(ids, list):
