@@ -118,6 +118,14 @@ def require_list(name: str, value: object, hint: str) -> None:
         raise BadInputError(f"{name} must be a list, got {type(value).__name__}; {hint}")
 
 
+def require_key(name: str, key: object, min_chars: int = 1) -> str:
+    """`key` if a header of HTTP can carry it. Otherwise raise BadInputError. The key is not shown."""
+    if isinstance(key, str) and len(key) >= min_chars and all("!" <= character <= "~" for character in key):
+        return key
+    characters = f"at least {min_chars} printable ASCII characters" if min_chars > 1 else "printable ASCII characters"
+    raise BadInputError(f"{name} must be a string of {characters} without spaces and without the end of a line")
+
+
 def require_callable(name: str, value: object, hint: str, *args: object, **kwargs: object) -> None:
     """Raise BadInputError unless `value` can be called with these arguments. `hint` says what to pass."""
     if not callable(value):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from gateway_commands import ADMIN_KEY, SHORT, ask, create_session, forward, gateway_command, is_ready
 from helpers import adapter_of, free_port, remote_server_of, wait_until
@@ -244,6 +245,10 @@ def test_the_command_with_several_servers_starts_before_them(shared_engine: Verl
     arguments = (str(tmp_path / "run"), "--server", missing, "--server", server.base_url)
     keys = {"VERL_SERVER_API_KEY": server.api_key or "", "VERL_SERVER_GATEWAY_ADMIN_KEY": ""}
     with gateway_command(*arguments, "--admin-key-file", str(key_file), **keys) as url:
+        (command,) = [each for each in psutil.Process().children() if "gateway" in each.cmdline()]
+        environment = Path(f"/proc/{command.pid}/environ").read_bytes()
+        assert b"VERL_SERVER_API_KEY" in environment
+        assert (server.api_key or "").encode() not in environment
         key = create_session(url, "the-key-in-the-file")
         wait_until(lambda: is_ready(url), 60, "not ready")
         assert ask(url, key).status_code == 200

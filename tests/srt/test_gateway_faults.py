@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -507,6 +508,15 @@ def test_an_unknown_path_is_answered_with_the_cause(served: Served, path: str, s
     assert cause in message
     assert "secret" not in reply.text
     assert reply.json().get("type") == ("error" if path.endswith("messages") else None), "in the form of the dialect"
+
+
+@pytest.mark.parametrize("path", ["/v1" + "/" * 60_000 + "x", "/session/" * 7_000, "/v1" * 20_000 + "x"])
+def test_a_long_path_is_answered_at_once(served: Served, path: str) -> None:
+    """Nobody needs a key to send one. A pattern that backtracks held the gateway for 7 s and more."""
+    begin = time.monotonic()
+    reply = asyncio.run(served.post(served.key("a"), path))
+    assert reply.status_code == 404
+    assert time.monotonic() - begin < 2
 
 
 def test_metrics_count_cached_tokens_and_failed_generations() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import shutil
 import threading
@@ -271,3 +272,23 @@ def test_a_tokenizer_that_changes_while_it_is_read_is_read_again(
 
     asyncio.run(find())
     assert found.parts().renderer is not None
+
+
+def test_no_code_is_executed_because_a_server_says_so(tmp_path: Path) -> None:
+    """Whoever has the port of a server that has not started yet can answer in its place, and name any folder."""
+    folder, marker = tmp_path / "model", tmp_path / "executed"
+    make_tokenizer(folder)
+    code = f"open({str(marker)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast as Mine\n"
+    (folder / "mine.py").write_text(code)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    info = {"model_path": str(folder), "tokenizer_path": str(folder), "trust_remote_code": True}
+    with contextlib.suppress(BadInputError):
+        EngineAccess(generate_nothing, info).make_renderer()
+    asyncio.run(ServerTokenizers("first", info).read_first())
+    assert not marker.exists()
+
+
+async def generate_nothing(**_: Any) -> Any:
+    raise AssertionError("nothing is generated")

@@ -397,3 +397,51 @@ def test_a_router_learns_the_arguments_of_a_server_that_was_replaced(
         await dispatcher.close()
 
     asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def _answer_of(ids: list[int], **meta: Any) -> Json:
+    logprobs = [[-0.5, token_id, None] for token_id in ids]
+    facts = {"completion_tokens": len(ids), "finish_reason": {"type": "length"}, "output_token_logprobs": logprobs}
+    return {"output_ids": ids, "meta_info": {"id": "mine", **facts, **meta}}
+
+
+@pytest.mark.parametrize(
+    ("reply", "cause"),
+    [
+        (_answer_of([5, 6], completion_tokens=8), "completion_tokens"),
+        (_answer_of(list(range(58))), "58 tokens for max_new_tokens=8"),
+        (_answer_of([5, 6], output_token_logprobs=[[-0.5, 5, None]]), "log probabilities"),
+        (_answer_of([5, 320]), "beyond the vocabulary of 320"),
+        (_answer_of([-5, 6]), "beyond the vocabulary of 320"),
+        (_answer_of([5], output_token_logprobs=[[5.0, 5, None]]), "log probability 5.0"),
+        (_answer_of([5], output_token_logprobs=[[-0.5, 7, None]]), "of token 7 for token 5"),
+        (_answer_of([5], id="another"), "the request 'another' instead of 'mine'"),
+        ([_answer_of([5])], "1 generations in a list for 1 samples"),
+        ({"output_ids": "text", "meta_info": {}}, "no output_ids"),
+        ({"output_ids": [[5]], "meta_info": {}}, "of a wrong type"),
+    ],
+)
+def test_a_reply_that_contradicts_itself_is_an_error_of_the_replica(
+    reply: Any, cause: str, tiny: Callable[..., Path]
+) -> None:
+    """A generation on a replica with such replies is run again on another one."""
+
+    def server(answer: Any, model: str) -> web.Server:
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            await request.read()
+            if request.path == "/server_info":
+                return web.json_response({"model_path": model})
+            return web.json_response(answer)
+
+        return web.Server(handle)
+
+    async def run() -> None:
+        request: Json = {"input_ids": [1], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True}
+        async with serving(server(reply, str(tiny("qwen3")))) as url:
+            adapter = AsyncHttpServerEngineAdapter.attach(url)
+            with pytest.raises(ServerError, match=cause) as caught:
+                await adapter.generate(**request, rid="mine")
+            assert caught.value.details["status"] == 200, "the server runs: the router asks another one"
+            await adapter.close_connections()
+
+    asyncio.run(run())

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,15 +23,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 from helpers import GREEDY, PROMPTS, all_at_once, wait_until
+from stub_servers import serving
 
 from verl_server import HttpServerEngineAdapter, RouterClient, RouterConfig
 from verl_server.engine.servers import HttpServers
 from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.http.connections import RouterServer
 from verl_server.types import ServerInfo
 
-KEY = "callers-key"
+KEY, ADMIN_KEY = "callers-key", "admin-key-of-the-replicas"
 ENDLESS = {"max_new_tokens": 2000, "ignore_eos": True}
 
 
@@ -36,7 +43,9 @@ def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
     folder = str(tiny("qwen3"))
 
     def start() -> Any:
-        return HttpServerEngineAdapter(model_path=folder, dtype="float32", max_total_tokens=8192, api_key="replicas")
+        return HttpServerEngineAdapter(
+            model_path=folder, dtype="float32", max_total_tokens=8192, api_key="replicas", admin_api_key=ADMIN_KEY
+        )
 
     with all_at_once(start, start, start) as started:
         yield started
@@ -46,7 +55,8 @@ def servers(tiny: Callable[..., Path]) -> Iterator[list[Any]]:
 def url(servers: list[Any]) -> Iterator[str]:
     """URL of the router process."""
     command = [sys.executable, "-m", "verl_server.cli", "router", *(f"--replica={one.base_url}" for one in servers)]
-    env = {**os.environ, "VERL_SERVER_API_KEY": KEY, "VERL_SERVER_REPLICA_API_KEY": "replicas"}
+    # As `echo` writes keys into files.
+    env = {**os.environ, "VERL_SERVER_API_KEY": KEY + "\r\n", "VERL_SERVER_REPLICA_API_KEY": "replicas\n"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -146,6 +156,58 @@ def test_invalid_requests(body: Any, status: int, message: str, url: str) -> Non
     got, reply = call(f"{url}/generate", body)
     assert (got, message in reply["error"]["message"]) == (status, True), reply
     assert call(f"{url}/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})[0] == 200
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HOSTILE: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"logprobs": True, "top_logprobs": 1_000_000}),
+    (CHAT, {"stop_token_ids": [2**62], "min_tokens": 2}),
+    (CHAT, {"input_ids": [1_000_000]}),
+    (CHAT, {"max_tokens": 2, "priority": 2**62}),
+    (CHAT, {"max_tokens": 2, "custom_params": {"a": {"b": {"c": 1}}}}),
+    (COMPLETIONS, {"prompt": [1_000_000]}),
+    (COMPLETIONS, {"prompt": [-1]}),
+    (COMPLETIONS, {"prompt": [[1, 2], [320]]}),
+    (COMPLETIONS, {"prompt": "hi", "echo": True, "logprobs": 1_000_000}),
+    (COMPLETIONS, {"prompt": "hi", "logit_bias": {"5": 1e300}}),
+    (COMPLETIONS, {"prompt": "hi", "top_k": 2**62}),
+    (COMPLETIONS, {"prompt": "hi", "n": 10**7}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 2, "top_k": 2**40}),
+    ("/v1/messages", {"max_tokens": 2, "top_k": 2**40}),
+]
+#: Bodies for paths that routers do not forward, or check themselves.
+HOSTILE_DIRECT: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"input_ids": [[]]}),
+    ("/generate", {"input_ids": [1], "return_logprob": True, "top_logprobs_num": [5]}),
+    ("/generate", {"input_ids": [1], "return_logprob": True, "top_logprobs_num": -5}),
+    ("/generate", {"input_ids": [1], "return_logprob": True, "token_ids_logprob": [1] * 1000}),
+    ("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "stop_token_ids": [320]}}),
+    ("/generate", {"input_ids": [1], "sampling_params": {"custom_params": "x"}}),
+    ("/generate", {"input_ids": [1], "token_indices_to_pool": [50]}),
+    ("/generate", {"input_ids": [1], "session_params": {"offset": "x"}}),
+    ("/v1/score", {"query": [10**6], "items": [[5]], "label_token_ids": [5]}),
+    ("/vertex_generate", {"instances": [{"input_ids": [10**6]}], "parameters": {}}),
+]
+
+
+def test_no_request_ends_a_server(url: str, servers: list[Any]) -> None:
+    """Whichever path it takes, through the router or directly with the key for generation."""
+    name = call(f"{url}/v1/models")[1]["data"][0]["id"]
+    through = [(url, KEY, *each) for each in HOSTILE]
+    direct = [(servers[0].base_url, "replicas", *each) for each in HOSTILE + HOSTILE_DIRECT]
+    for base_url, key, path, body in through + direct:
+        named = {"model": name, "messages": [{"role": "user", "content": "hi"}], **body}
+        status, reply = call(base_url + path, body if path in ("/generate", "/vertex_generate") else named, key)
+        assert status == 400, (path, body, status, reply)
+    assert all(server.generate(input_ids=[1], sampling_params={"max_new_tokens": 1}) for server in servers)
+
+
+def test_no_reply_of_a_server_holds_its_keys(servers: list[Any]) -> None:
+    for path in ("/server_info", "/get_server_info", "/model_info", "/v1/models"):
+        status, reply = call(servers[0].base_url + path, key="replicas")
+        assert status == 200
+        assert ADMIN_KEY not in json.dumps(reply), path
+        assert "api_key" not in json.dumps(reply), path
 
 
 def test_client_refuses_values_that_are_not_json(url: str) -> None:
@@ -296,3 +358,67 @@ def test_repeated_rid_receives_the_same_generation(url: str) -> None:
     assert first[0] == 200
     assert counter("attached") == before[1] + 2
     assert counter("requests") == before[0] + 1
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "cause"),
+    [
+        ({"input_ids": [[1]] * 200_000}, {}, 400, "200000 prompts are more than"),
+        ({"text": ["hi"] * 200_000, "stream": True}, {}, 400, "200000 prompts are more than"),
+        (
+            b'{"input_ids": [1], "custom_labels": ' + b"[" * 1000 + b"]" * 1000 + b"}",
+            {},
+            400,
+            "levels of lists and objects",
+        ),
+        ({"input_ids": [1], "sampling_params": {"stop_regex": "(a|b)" * 10**6}}, {}, 400, "at most 256 bytes"),
+        (gzip.compress(b" " * (200 << 20)), {"Content-Encoding": "gzip"}, 415, "no compressed bodies"),
+    ],
+)
+def test_limits_come_before_work(
+    body: Any, headers: dict[str, str], status: int, cause: str, url: str, servers: list[Any]
+) -> None:
+    begin = time.monotonic()
+    got, reply = call(f"{url}/generate", body, **headers)
+    assert got == status, reply
+    assert cause in reply["error"]["message"]
+    assert time.monotonic() - begin < 3
+
+
+def test_callers_without_a_key_keep_nobody_out(servers: list[Any]) -> None:
+    """The router may open few files. Connections that send nothing, a part of a head, or a wrong key, use them up."""
+    command = [sys.executable, "-m", "verl_server.cli", "router", f"--replica={servers[0].base_url}"]
+    env = {**os.environ, "VERL_SERVER_API_KEY": KEY, "VERL_SERVER_REPLICA_API_KEY": "replicas"}
+    limited = ["prlimit", "--nofile=256:256", *command]
+    with subprocess.Popen(limited, stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[1]
+            address = (urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(url).port)
+            with contextlib.ExitStack() as stack:
+                for number in range(400):
+                    client = stack.enter_context(socket.create_connection(address))
+                    client.sendall((b"", b"GET / HT", b"GET /replicas HTTP/1.1\r\nhost: a\r\n\r\n")[number % 3])
+                for _ in range(3):
+                    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+                    assert call(f"{url}/generate", body)[0] == 200
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def test_a_head_that_does_not_arrive_closes_its_connection() -> None:
+    async def run() -> bytes:
+        async def handle(_: Any) -> web.StreamResponse:
+            raise AssertionError("no request has arrived")
+
+        async with serving(RouterServer(handle)) as url:
+            reader, writer = await asyncio.open_connection("127.0.0.1", urllib.parse.urlsplit(url).port)
+            writer.write(b"POST /generate HTTP/1.1\r\n")
+            async with asyncio.timeout(5):
+                received = await reader.read()
+            writer.close()
+            return received
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_server.router.http.connections.HEAD_TIMEOUT_S", 0.3)
+        assert asyncio.run(run()) == b""

@@ -39,6 +39,7 @@ from verl_server.trajectory import (
     to_tree,
 )
 from verl_server.trajectory.inputs import digest
+from verl_server.trajectory.recorder import FILE_SUFFIX
 
 NODE = st.tuples(st.booleans(), st.lists(st.integers(0, 300), max_size=5), st.integers(0, 3))
 """Whether the node is sampled, its token ids, and how many nodes before the last one its parent is."""
@@ -129,6 +130,16 @@ def test_last_termination_is_the_last_entry(tmp_path: Path) -> None:
             recorder.terminate(node, stop_reason)
     terminations = list(load_session(session_file(tmp_path, "s")).terminations.values())
     assert [(termination.node, termination.stop_reason) for termination in terminations] == [(0, "error"), (1, "done")]
+
+
+def test_a_record_is_no_symbolic_link(tmp_path: Path) -> None:
+    """Somebody else may write into the folder. The content behind the link would be cut off as an unfinished record."""
+    target = tmp_path / "precious"
+    target.write_text("mine")
+    (tmp_path / f"s{FILE_SUFFIX}").symlink_to(target)
+    with pytest.raises(OSError, match="symbolic link"):
+        Recorder(tmp_path, "s").close()
+    assert target.read_text() == "mine"
 
 
 def test_divergences_have_exact_positions() -> None:

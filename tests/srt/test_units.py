@@ -7,6 +7,7 @@ import contextlib
 import graphlib
 import inspect
 import itertools
+import json
 import mmap
 import os
 import re
@@ -26,12 +27,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import verl_server
-from verl_server import errors
+from verl_server import HttpServerEngineAdapter, errors
+from verl_server.adapter.sglang.server_arguments import complete_server_args
+from verl_server.errors import BadInputError
 from verl_server.ranks import machine
 from verl_server.ranks.machine import is_loopback, reachable_address, spans_machines
 from verl_server.ranks.peer_errors import to_peer_wire
 from verl_server.ranks.placement import compute_placement
 from verl_server.ranks.rendezvous import connect_ranks
+from verl_server.router.client import RouterClient
 from verl_server.server.environment import inherited_environment
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.server.warden.log_file import BoundedLog
@@ -388,6 +392,28 @@ def test_log_hides_no_short_secret(tmp_path: Path) -> None:
     log.write(b"a seven77 eight888\n")
     log.close()
     assert log.tail() == "a seven77 ***\n"
+
+
+def test_log_hides_secrets_as_texts_print_them(tmp_path: Path) -> None:
+    key = "eight\\888\"'key"
+    log = BoundedLog(str(tmp_path / "log"), limit_bytes=100_000, secrets=[key])
+    log.write(f"{key} {key!r} {json.dumps(key)} {[repr(key)]!r}\n".encode())
+    log.close()
+    assert "888" not in log.tail()
+
+
+@pytest.mark.parametrize(
+    "key", ["a key of ours\r", "a-key-of-ours\n", "schl\u00fcssel-der-maschine", "a-key\x00of-ours"]
+)
+def test_a_key_that_no_header_can_carry_is_refused_by_name(key: str) -> None:
+    for make in (
+        lambda: RouterClient("http://127.0.0.1:1", key),
+        lambda: HttpServerEngineAdapter.attach("http://127.0.0.1:1", api_key=key),
+        lambda: complete_server_args({"model_path": "Qwen/Qwen3-0.6B", "api_key": key}),
+    ):
+        with pytest.raises(BadInputError, match="api_key must be a string of printable ASCII") as raised:
+            make()
+        assert key.strip() not in str(raised.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -28,6 +28,7 @@ from verl_server.errors import DeadlineError, ServerDiedError, ServerError, Verl
 from verl_server.server.open_files import raise_open_file_limit
 from verl_server.server.ports import open_socket
 from verl_server.tracing import trace_headers
+from verl_server.validation import require_key
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class HttpClient:
         is_supervised: bool,
     ) -> None:
         self.base_url = base_url
-        self._headers, self._admin_headers = _headers(api_key), _headers(admin_api_key or api_key)
+        self._headers = _headers("api_key", api_key)
+        self._admin_headers = _headers("admin_api_key", admin_api_key) if admin_api_key else self._headers
         self._has_key, self._has_admin_key = bool(api_key), bool(admin_api_key)
         self._deadlines = {
             kind: aiohttp.ClientTimeout(total=total, sock_connect=timeouts.connect_s)
@@ -293,8 +295,8 @@ async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
         yield partial
 
 
-def _headers(key: str | None) -> dict[str, str]:
+def _headers(name: str, key: str | None) -> dict[str, str]:
     headers = {"Content-Type": "application/json"}
     if key:
-        headers["Authorization"] = f"Bearer {key}"
+        headers["Authorization"] = f"Bearer {require_key(name, key)}"
     return headers

@@ -36,7 +36,7 @@ ENGINES = (
 )
 MAX_CONCURRENT_QUESTIONS = 16
 """Number of servers of a fleet that are asked at a time."""
-PASS_RENDERER = "pass renderer=get_renderer(tokenizer)"
+PASS_RENDERER = "pass renderer=get_renderer(tokenizer), or --model to the command"
 
 
 async def _close_nothing() -> None:
@@ -68,9 +68,8 @@ class EngineAccess:
         from verl_server.trajectory.rendering.families import FamilyRenderer, get_renderer
 
         path = str(self.server_info.get("tokenizer_path") or self.server_info.get("model_path"))
-        trusts_code = bool(self.server_info.get("trust_remote_code"))
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts_code)
+            tokenizer = load_named_by_server(AutoTokenizer, path)
         except Exception as error:
             raise BadInputError(
                 f"the tokenizer {path!r} of the engine cannot be loaded: {error}; {PASS_RENDERER}"
@@ -95,7 +94,7 @@ class EngineAccess:
                 "out return_routed_experts"
             )
         try:
-            config = read_config(self.server_info)
+            config = read_config({**self.server_info, "trust_remote_code": False})
         except BadInputError as error:
             raise BadInputError(
                 f"{error.message}; pass a function such as fleet.router.generate as the engine, and "
@@ -108,6 +107,15 @@ class EngineAccess:
         return limits if limits.max_context_tokens else dataclasses.replace(limits, max_context_tokens=self.max_tokens)
 
 
+def load_named_by_server(factory: Any, path: str) -> Any:
+    """The tokenizer or processor at a path that a server has named, from files of this machine or of its Hub cache.
+
+    Whoever answers at a server's URL chooses the path. So nothing is downloaded, and no code of the folder is executed,
+    whatever the server says. The user can load such a tokenizer and pass a renderer.
+    """
+    return factory.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+
+
 def _vision_renderer(server_info: Json, path: str) -> ChatRenderer | None:
     """The renderer for messages with images. None for a model without images, and if its processor cannot be used.
 
@@ -118,10 +126,9 @@ def _vision_renderer(server_info: Json, path: str) -> ChatRenderer | None:
     from verl_server.trajectory.rendering.families import get_renderer
 
     try:
-        if not hasattr(read_config(server_info), "vision_config"):
+        if not hasattr(read_config({**server_info, "trust_remote_code": False}), "vision_config"):
             return None
-        trusts_code = bool(server_info.get("trust_remote_code"))
-        return get_renderer(AutoProcessor.from_pretrained(path, trust_remote_code=trusts_code))
+        return get_renderer(load_named_by_server(AutoProcessor, path))
     except Exception as error:  # noqa: BLE001 - code of another library: torchvision is not installed, for example
         logger.info("messages with images are refused, because the processor %r cannot be used: %s", path, error)
         return None

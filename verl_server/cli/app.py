@@ -5,7 +5,6 @@ The module imports neither torch nor SGLang; the commands that need them import 
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +18,7 @@ from verl_server.cli.arguments import (
     LOOPBACK,
     REPLICA_ADMIN_API_KEY,
     REPLICA_API_KEY,
+    pop_key,
     take_key,
 )
 from verl_server.cli.common_options import EXIT_FAILED, Json, Verbose, log_also_info_of
@@ -131,9 +131,8 @@ def router(
     generated_keys = options.missing_keys([API_KEY], shown=sys.stdout.isatty())
     options.require_long_keys([ADMIN_API_KEY])
     key = take_key(API_KEY)
-    replica_key = take_key(REPLICA_API_KEY) if os.environ.get(REPLICA_API_KEY) else key
-    admin_key = take_key(ADMIN_API_KEY) if os.environ.get(ADMIN_API_KEY) else None
-    replica_admin_key = take_key(REPLICA_ADMIN_API_KEY) if os.environ.get(REPLICA_ADMIN_API_KEY) else admin_key
+    replica_key, admin_key = pop_key(REPLICA_API_KEY) or key, pop_key(ADMIN_API_KEY)
+    replica_admin_key = pop_key(REPLICA_ADMIN_API_KEY) or admin_key
 
     def print_ready(url: str) -> None:
         print_line(f"Ready: {url}")
@@ -171,7 +170,7 @@ def status(
 
     key_hint = f"set {API_KEY} to the router's key"
     url = require_http_url("URL", url, "http://127.0.0.1:8000", key_hint)
-    rows = fetch_replicas(url, os.environ.get(API_KEY, ""), key_hint)
+    rows = fetch_replicas(url, pop_key(API_KEY) or "", key_hint)
     if as_json:
         print(json.dumps(rows))
     else:
@@ -244,7 +243,7 @@ def conformance(
     from verl_server.conformance.command import run
 
     options.use_servers(EngineKind.SGLANG, server_python)
-    keys = (os.environ.get(API_KEY), os.environ.get(ADMIN_API_KEY))
+    keys = (pop_key(API_KEY), pop_key(ADMIN_API_KEY))
     key_hint = f"set {API_KEY} and {ADMIN_API_KEY} to the keys of the server"
     with exit_after_cleanup():
         has_problems = run(engine or ["verl_server"], case or [], updates, output, keys, key_hint, vllm_python)

@@ -25,7 +25,7 @@ from verl_server.config import ENGINE, SERVER_PYTHON, EngineKind
 from verl_server.errors import BadInputError
 from verl_server.server.server_main import REFUSAL
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
-from verl_server.validation import did_you_mean
+from verl_server.validation import did_you_mean, require_key
 
 API_KEY, ADMIN_API_KEY = "VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY"
 REPLICA_API_KEY, REPLICA_ADMIN_API_KEY = "VERL_SERVER_REPLICA_API_KEY", "VERL_SERVER_REPLICA_ADMIN_API_KEY"
@@ -244,7 +244,7 @@ def missing_keys(variables: Sequence[str], *, shown: bool, alternative: str = ""
     `alternative`: what can be done instead of setting them. Raises BadInputError when keys are missing and `shown` is
     False, because then no user would see the random keys.
     """
-    missing = [name for name in variables if not os.environ.get(name)]
+    missing = [name for name in variables if not os.environ.get(name, "").strip()]
     if missing and not shown:
         raise BadInputError(
             f"set {' and '.join(missing)}{alternative}: random keys are printed on a terminal only, and the standard "
@@ -255,7 +255,7 @@ def missing_keys(variables: Sequence[str], *, shown: bool, alternative: str = ""
 
 def require_long_keys(variables: Sequence[str]) -> None:
     """Raise BadInputError for a key in the environment that is too short for a server to hide in its log."""
-    lengths = {name: len(os.environ.get(name, "")) for name in variables}
+    lengths = {name: len(os.environ.get(name, "").strip()) for name in variables}
     short = {name: length for name, length in lengths.items() if 0 < length < MIN_SECRET_CHARACTERS}
     if short:
         got = " and ".join(f"{name} has {length}" for name, length in short.items())
@@ -277,16 +277,23 @@ def read_key_file(option: str, path: Path) -> str:
         raise BadInputError(f"{option} {path} cannot be read: {error}; pass a file with the key only") from error
     if not key or any(character.isspace() for character in key):
         raise BadInputError(f"{option} {path} must have one key and nothing else")
-    return key
+    return require_key(f"the key in {option} {path}", key)
 
 
 def take_key(variable: str) -> str:
-    """Remove the key from the environment and return it. Without a key in the environment the result is a random key.
+    """`pop_key`. Without a key in the environment the result is a random key."""
+    return pop_key(variable) or secrets.token_urlsafe(32)
 
-    Child processes do not inherit the key, and `/proc/PID/environ` does not show the key to other programs.
+
+def pop_key(variable: str) -> str | None:
+    """Remove the key from the environment and return it without the white space around it. None without a key.
+
+    Child processes do not inherit the key, and `/proc/PID/environ` does not show the key to other programs. Raises
+    BadInputError for a key that no request can carry.
     """
     _wipe(variable)
-    return os.environ.pop(variable, "") or secrets.token_urlsafe(32)
+    key = os.environ.pop(variable, "").strip()  # files that `echo` has written end with a line break
+    return require_key(variable, key) if key else None
 
 
 def _wipe(variable: str) -> None:

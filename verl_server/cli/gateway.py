@@ -147,7 +147,7 @@ def _engine(
     from verl_server.gateway import DiscoveredServers
     from verl_server.router.client import RouterClient
 
-    key, hint = os.environ.get(API_KEY), f"set {API_KEY} to its key"
+    key, hint = options.pop_key(API_KEY), f"set {API_KEY} to its key"
     if router is not None:
         return RouterClient(require_http_url("--router", router, "--router http://127.0.0.1:8000", hint), key)
     if fleet is not None:

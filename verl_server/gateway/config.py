@@ -11,7 +11,7 @@ from verl_server.errors import BadInputError
 from verl_server.ranks.machine import is_loopback
 from verl_server.server.open_files import open_file_limit
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.validation import require_bool, require_list, require_seconds
+from verl_server.validation import require_bool, require_key, require_list, require_seconds
 
 MIN_ADMIN_KEY_CHARS = 8
 """Minimum number of characters of the key of the admin API, as of the key of a server."""
@@ -94,13 +94,4 @@ def require_gateway_arguments(
         raise BadInputError(
             f"requests without a key (is_open, --open) are served on this machine only, but other machines reach "
             f"the host {host!r}; leave out the host, or create sessions with keys"
-        )
-
-
-def require_key(name: str, key: object, min_chars: int) -> None:
-    """Raise BadInputError for a key that a header of HTTP cannot carry, or that is short. The key is not shown."""
-    is_text = isinstance(key, str) and len(key) >= min_chars
-    if not is_text or not all("!" <= character <= "~" for character in str(key)):
-        raise BadInputError(
-            f"{name} must be a string of at least {min_chars} printable ASCII characters without spaces"
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from verl_server.platforms import cache_namespace, http_hooks
+from verl_server.platforms import cache_namespace, http_hooks, request_gate
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ _MANAGERS = "sglang.srt.managers"
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _INTERNAL_STATE = f"{_MANAGERS}.scheduler_components.internal_state.SchedulerInternalStateController"
 _SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
+_TOKENIZER_MANAGER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _HTTP_SIDE = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
 _SAMPLING_INFO = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
@@ -36,6 +37,9 @@ def register(*, on_cpu: bool) -> None:
     in_detokenizer = f"{_MANAGERS}.detokenizer_manager" in sys.modules
     # A spawned worker has imported its own manager only. The launcher has imported none, or all of them (`Engine`).
     in_launcher = in_scheduler == in_detokenizer
+    if in_launcher:
+        _add(f"{_TOKENIZER_MANAGER}.generate_request", request_gate.check_size, HookType.BEFORE)
+        _add(f"{_TOKENIZER_MANAGER}._create_tokenized_object", request_gate.check_tokenized, HookType.AFTER)
     if in_launcher and on_cpu:
         _register_launcher()
     if in_launcher or in_scheduler:  # the launcher may fork its workers

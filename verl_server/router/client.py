@@ -21,7 +21,7 @@ from verl_server.server.ports import open_socket
 from verl_server.tracing import trace_headers
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json
-from verl_server.validation import require_http_url, require_seconds
+from verl_server.validation import require_http_url, require_key, require_seconds
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.05, 1.0
@@ -43,7 +43,7 @@ class RouterClient:
         """`reconnect_timeout_s`: seconds without a reachable router before a call raises ServerError. 0: at once."""
         self._url = require_http_url("url", url)
         self._reconnect_timeout_s = require_seconds("reconnect_timeout_s", reconnect_timeout_s, may_be_zero=True)
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {} if not api_key else {"Authorization": f"Bearer {require_key('api_key', api_key)}"}
         self._session: aiohttp.ClientSession | None = None
         """Connections. Opened by the first call, because aiohttp needs a running event loop."""
         self._sent: set[object] = set()

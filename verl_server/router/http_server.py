@@ -20,7 +20,8 @@ from aiohttp import web
 from verl_server.adapter.sglang.batch import split_batch
 from verl_server.errors import BadInputError, ServerError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.http.bodies import error_response, json_response, parse_object
+from verl_server.router.http.bodies import error_response, json_response, parse_object, read_body
+from verl_server.router.http.connections import RouterServer, admit
 from verl_server.router.http.forwarding import Forwarder
 from verl_server.router.metrics import router_metrics
 from verl_server.router.request_checks import MEDIA_FIELDS, refuse_local_media
@@ -34,6 +35,8 @@ from verl_server.tracing import continue_trace
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 256 << 20
+MAX_PROMPTS = 4096
+"""Maximum number of prompts of a request. Each of them is a request of its own for the router."""
 OPEN_PATHS = ("/health", "/metrics")
 """Paths that need no API key."""
 FORWARDED_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
@@ -81,7 +84,7 @@ class RouterHttpServer:
         """The server for a `web.ServerRunner`. An aiohttp `Application` would resolve its routes for every request."""
         self._forwarder.open()
         make = functools.partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=MAX_BODY_BYTES)
-        return web.Server(self._handle, request_factory=make, handler_cancellation=True, access_log=None)
+        return RouterServer(self._handle, request_factory=make)
 
     async def close(self) -> None:
         """Wait for running operations of a trainer, for a limited time, and close the connections to the replicas."""
@@ -91,8 +94,10 @@ class RouterHttpServer:
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Check the API key, call the handler of the path, and answer every error as JSON."""
         try:
-            if request.path not in OPEN_PATHS and not self._has_any_key(request):
-                raise _key_error(request)
+            if request.path not in OPEN_PATHS:
+                if not self._has_any_key(request):
+                    raise _key_error(request)
+                admit(request)
             handler = self._handlers.get((request.method, request.path))
             if handler is None:
                 return json_response({"error": {"message": f"there is no {request.method} {request.path}"}}, 404)
@@ -113,11 +118,14 @@ class RouterHttpServer:
         return await self._admin_routes.handle(request, has_admin_key)
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
-        body = parse_object(await request.read())
+        body = parse_object(await read_body(request))
         refuse_local_media({name: value for name, value in body.items() if name in MEDIA_FIELDS})
         stream = bool(body.pop("stream", False))
         if "text" in body:
             body["prompt"] = body.pop("text")
+        prompts = body.get("input_ids") or body.get("prompt")
+        if isinstance(prompts, list) and not isinstance(prompts[0], int) and len(prompts) > MAX_PROMPTS:
+            raise BadInputError(f"{len(prompts)} prompts are more than {MAX_PROMPTS}: send several requests")
         body["session_id"] = body.get("session_id") or request.headers.get("x-session-id")
         reports_tokens = body.pop(STREAM_TOKENS, None)
         if (stream or reports_tokens) and split_batch(body) is not None:

@@ -62,11 +62,12 @@ def open_locked(path: Path, busy: str, *, may_create: bool = True) -> int:
     """Open a file that one process at a time may write, or create it. Returns its descriptor, which holds the lock.
 
     Raises ServerBusyError with the message `busy` if the file is open elsewhere, UnsupportedError if the file system
-    has no locks, and OSError, with `may_create` False also for a file that does not exist.
+    has no locks, and OSError, with `may_create` False also for a file that does not exist, and for a symbolic link:
+    what it points to may be anybody's file, and its content would be cut off as a record that was not finished.
     """
     with _CHANGES:
         _null()
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if may_create else 0), 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if may_create else 0), 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -14,7 +14,8 @@ from verl_server.adapter.sglang.payloads import abort_payload, pause_payload
 from verl_server.adapter.sglang.replies import (
     IncrementalStream,
     convert_weight_versions,
-    require_generations,
+    require_answer,
+    require_answers,
     require_logprobs,
     require_no_abort,
 )
@@ -87,7 +88,7 @@ async def generate(
         raise explain_refusal(error, sampling_params) from error.__cause__
     finally:
         connection.requests_in_flight -= 1
-    require_generations(reply, connection.base_url + endpoints.GENERATE.path)
+    require_answers(reply, body, limits.vocab_size, connection.base_url + endpoints.GENERATE.path)
     require_logprobs(reply)
     correct_aborts(reply if isinstance(reply, list) else [reply], body.get("sampling_params"), limits.end_tokens)
     return convert_weight_versions(reply)
@@ -133,15 +134,18 @@ async def generate_stream(
     # With `n` > 1, the events of the samples are mixed. They name the sample by `index`.
     streams: defaultdict[int, IncrementalStream] = defaultdict(IncrementalStream)
     num_checked: defaultdict[int, int] = defaultdict(int)
+    params, url = body.get("sampling_params") or {}, connection.base_url + endpoints.GENERATE.path
+    sent_rid = rid if (params.get("n") or 1) == 1 else None  # several samples have ids of their own
     connection.requests_in_flight += 1
     try:
         async for event in connection.http.stream(endpoints.GENERATE, body):
             connection.needs_continue = False
-            require_no_abort(event, connection.base_url + endpoints.GENERATE.path)
+            require_no_abort(event, url)
             index = event.get("index", 0)
             reply = convert_weight_versions(streams[index].add(event) if is_incremental else event)
             correct_aborts([reply], body.get("sampling_params"), limits.end_tokens)
-            num_checked[index] = require_logprobs(reply, num_checked[index])
+            require_logprobs(reply, num_checked[index])
+            num_checked[index] = require_answer(reply, sent_rid, params, limits.vocab_size, url, num_checked[index])
             yield reply
     except (BadInputError, ServerError) as error:
         raise explain_refusal(error, sampling_params) from error.__cause__

@@ -33,6 +33,8 @@ REQUEST_FIELDS = frozenset({
 })  # fmt: skip
 #: Fields of a generation request that a router reads and does not send to a server. (SGLang has a `session_id` too.)
 ROUTER_FIELDS = ("session_id", "weight_version", "min_weight_version", "timeout_s")
+#: SGLang's limits of `stop_regex`.
+MAX_REGEX_BYTES, MAX_REGEXES = 256, 32
 #: Arguments of `generate`, which are no sampling parameters.
 _ARGUMENTS = frozenset({*REQUEST_FIELDS, *ROUTER_FIELDS, "prompt", "input_ids", "rid", "sampling_params", "stream"})
 _SCORING = "SGLang's scoring requests set it, and a wrong position ends its scheduler"
@@ -68,12 +70,13 @@ def _is_text_or_texts(value: Any) -> bool:
 
 
 def _is_regex_or_regexes(value: Any) -> bool:
-    """Whether Python's `re` can read the regular expressions. SGLang answers 500 when it cannot."""
-    if not _is_text_or_texts(value):
+    """Whether SGLang takes the regular expressions: few and short ones that Python's `re` can read."""
+    regexes = [value] if isinstance(value, str) else value
+    if not _is_text_or_texts(value) or len(regexes) > MAX_REGEXES:
         return False
     try:
-        return all(re.compile(regex) for regex in ([value] if isinstance(value, str) else value))
-    except (re.error, RecursionError, OverflowError):
+        return all(len(regex.encode()) <= MAX_REGEX_BYTES and re.compile(regex) for regex in regexes)
+    except (re.error, RecursionError, OverflowError, UnicodeError):
         return False
 
 
@@ -119,7 +122,10 @@ _LOGIT_PROCESSOR = ValueKind(
     "the text that SGLang's `CustomLogitProcessor.to_str` returns", lambda value: value == "" or _is_processor(value)
 )
 _TEXTS = ValueKind("a string or a list of strings", _is_text_or_texts)
-_REGEXES = ValueKind("a regular expression or a list of regular expressions", _is_regex_or_regexes)
+_REGEXES = ValueKind(
+    f"a regular expression of at most {MAX_REGEX_BYTES} bytes, or a list of at most {MAX_REGEXES} of them",
+    _is_regex_or_regexes,
+)
 _TOKEN_IDS = ValueKind("a list of token ids", _is_token_ids, _to_token_ids)
 _TOP_K = ValueKind("a whole number from -1 to 2**31 - 1", lambda value: is_whole_number(value) and -1 <= value < 2**31)
 _LOGIT_BIAS = ValueKind(

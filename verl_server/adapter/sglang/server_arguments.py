@@ -17,7 +17,7 @@ from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
-from verl_server.validation import is_finite_number, is_list, require_whole_number, to_plain
+from verl_server.validation import is_finite_number, is_list, require_key, require_whole_number, to_plain
 
 #: Import path of the weight loader that runs inside the server (`weights/loader.py`). It is both an element of the
 #: server argument `custom_weight_loader` and the `load_format` of our weight updates.
@@ -66,7 +66,7 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     args = validate_launch_args(server_args)
     args["host"] = args.get("host") or DEFAULT_HOST
     for name in SECRET_ARGUMENTS:
-        args[name] = args.get(name) or secrets.token_urlsafe(32)
+        args[name] = require_key(name, args.get(name) or secrets.token_urlsafe(32))
     version = args.get("weight_version")
     args["weight_version"] = FIRST_WEIGHT_VERSION if version is None else str(version)
     loaders = args.get("custom_weight_loader") or []

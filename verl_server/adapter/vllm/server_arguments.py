@@ -14,7 +14,7 @@ from verl_server.adapter.vllm.lora import round_rank
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, is_finite_number, require_whole_number, to_plain
+from verl_server.validation import did_you_mean, is_finite_number, require_key, require_whole_number, to_plain
 
 #: Server arguments that hold keys.
 SECRET_ARGUMENTS = ("api_key", "admin_api_key")
@@ -213,7 +213,9 @@ def _require_json(name: str, value: Any) -> None:
 
 def _require_key(name: str, key: Any) -> None:
     """Raise BadInputError for a key that the log of the server cannot hide. None and "" ask for a random key."""
-    if key not in (None, "") and (not isinstance(key, str) or len(key) < MIN_SECRET_CHARACTERS):
+    if key not in (None, ""):
+        require_key(name, key)
+    if key and len(key) < MIN_SECRET_CHARACTERS:
         raise BadInputError(
             f"{name} must be a string of at least {MIN_SECRET_CHARACTERS} characters; leave it out for a random key",
             argument=name,

@@ -33,7 +33,7 @@ FIND_TIMEOUT_S = 60.0
 """Seconds that a search for servers may take, and that the tokenizer may take to load."""
 CLOSE_TIMEOUT_S = 2.0
 """Seconds that `close` of the function that finds servers may take."""
-RENDERER_SETTINGS = ("model_path", "tokenizer_path", "trust_remote_code", "revision", "json_model_override_args")
+RENDERER_SETTINGS = ("model_path", "tokenizer_path", "revision", "json_model_override_args")
 """Fields of SGLang's `/server_info` of which the renderer is made."""
 
 FindServers = Callable[[], Mapping[str, RemoteServer]]

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 
+from verl_server.agent.engine_access import load_named_by_server
 from verl_server.errors import BadInputError
 from verl_server.gateway.hanging_calls import CallThatMayHang
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT
@@ -34,7 +35,6 @@ class ServerTokenizers:
     def __init__(self, name: str, server_info: Json) -> None:
         """`name`, `server_info`: the first server, and SGLang's `/server_info` of it. Call `read_first` next."""
         self._name, self._path = name, tokenizer_path(server_info)
-        self._trusts_code = bool(server_info.get("trust_remote_code"))
         self._first: str | None = None
         """Digest of the tokenizer of the first server. None: nothing can be compared."""
         self._digests = dict[str, tuple[Stamp, str | None]]()
@@ -103,7 +103,7 @@ class ServerTokenizers:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self._trusts_code)
+            tokenizer = load_named_by_server(AutoTokenizer, path)
         except Exception as error:  # noqa: BLE001 - code of another library: the folder is on another machine, for example
             logger.warning("the tokenizer %r of a server cannot be loaded, so it is not compared: %s", path, error)
             return None

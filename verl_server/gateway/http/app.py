@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -92,7 +91,7 @@ def make_app(
 
 async def _answer_unknown_path(request: Request, _: Exception) -> Response:
     path: str = request.scope["path"]  # `request.url` takes the beginning of `//session/KEY` for a host
-    shown = re.sub(r"(?<![^/])session/+[^/]+", "session/KEY", path, flags=re.IGNORECASE)
+    shown = _hide_keys(path)
     message = f"there is no path {shown[:MAX_FIELD_CHARS]!r}: {_cause_of(shown)}. docs/gateway.md lists the paths"
     error = GatewayError(ErrorKind.NOT_FOUND, message)
     dialect = next((dialect for dialect in DIALECTS if dialect.path.endswith(f"/{path.rpartition('/')[2]}")), None)
@@ -100,20 +99,31 @@ async def _answer_unknown_path(request: Request, _: Exception) -> Response:
     return json_response(body, status, _retry_headers(error))
 
 
+def _hide_keys(path: str) -> str:
+    """The path with KEY for what follows `session/`. Everybody may send a path: it is split, and not searched."""
+    shown, is_key = list[str](), False
+    for part in path.split("/"):
+        if part or not is_key:
+            shown.append("KEY" if is_key else part)
+            is_key = not is_key and part.lower() == "session"
+    return "/".join(shown)
+
+
 def _cause_of(path: str) -> str:
     """Why there is no such path. A base URL with or without `/v1` is the most frequent mistake."""
-    found = re.fullmatch(r"(?:/session/KEY)?((?:/v1)*)(/.*?)(/*)", path)
-    version, rest, slash = found.groups() if found else ("", "", "")
+    parts = path.removeprefix("/session/KEY").rstrip("/").split("/")[1:]
+    num_versions = next((index for index, part in enumerate(parts) if part != "v1"), len(parts))
+    rest = "/".join(["", *parts[num_versions:]])
     offered = [each for dialect in DIALECTS for each in (dialect.path, dialect.count_path)]
     if f"/v1{rest}" not in (*offered, "/v1/models") and not rest.startswith("/models/"):
         return "the gateway does not offer it"
-    if not version:
+    if not num_versions:
         return "the base URL must end with /v1"
-    if version != "/v1":
+    if num_versions > 1:
         return (
             "the base URL of OpenAI's clients ends with /v1, and the base URL of Anthropic's clients ends without /v1"
         )
-    return "leave out the slash at its end" if slash else "the gateway does not offer it"
+    return "leave out the slash at its end" if path.endswith("/") else "the gateway does not offer it"
 
 
 async def _answer_wrong_method(request: Request, error: Exception) -> Response:

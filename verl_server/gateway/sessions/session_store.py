@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
-from verl_server.gateway.config import MIN_SESSION_KEY_CHARS, require_key
+from verl_server.gateway.config import MIN_SESSION_KEY_CHARS
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.records.record_files import RecordFiles
@@ -35,6 +35,7 @@ from verl_server.gateway.sessions.session_info import (
 )
 from verl_server.trajectory.recorder import session_file
 from verl_server.types import Json
+from verl_server.validation import require_key
 
 logger = logging.getLogger(__name__)
 

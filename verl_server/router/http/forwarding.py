@@ -18,7 +18,7 @@ from aiohttp import web
 from verl_server.errors import ServerDiedError, ServerError
 from verl_server.router.attempt_runner import FILES_RETRY_S, Failures
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.http.bodies import parse_object
+from verl_server.router.http.bodies import parse_object, read_body
 from verl_server.router.placement.routed_replica import GenerationServer, RoutedReplica, Slot, unless_lost
 from verl_server.router.request_checks import (
     CHARACTERS_PER_TOKEN,
@@ -61,7 +61,7 @@ class Forwarder:
 
     async def forward(self, request: web.BaseRequest, prepare: Prepare) -> web.StreamResponse:
         """Forward a request to a replica, and its answer to the caller. A body that `prepare` leaves stays as it is."""
-        body = await request.read()
+        body = await read_body(request)
         if request.method == "POST":
             given = parse_object(body)
             check_forwarded_body(given)

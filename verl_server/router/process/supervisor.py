@@ -27,7 +27,7 @@ from verl_server.router.process.pipe_replicas import encode_status
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue
 from verl_server.server.ports import PortReservation, join_host_port
 from verl_server.types import Json
-from verl_server.validation import make_writable_folder
+from verl_server.validation import make_writable_folder, require_key
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class RouterSupervisor:
         self._report_timeout_s = config.report_timeout_s
         self._reservation = PortReservation(host)
         self.url = f"http://{join_host_port(_reachable_host(host), self._reservation.port)}"
-        self.api_key = api_key or secrets.token_urlsafe(32)
+        self.api_key = require_key("api_key", api_key or secrets.token_urlsafe(32))
         self.restarts = 0
         """Number of restarts of the router process."""
         self._settings: Json = {

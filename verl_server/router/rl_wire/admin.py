@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from verl_server.errors import BadInputError, ServerError, UnsupportedError, VerlServerError
-from verl_server.router.http.bodies import error_status, json_response, parse_object
+from verl_server.router.http.bodies import error_status, json_response, parse_object, read_body
 from verl_server.router.rl_wire.folders import USE_FILES
 from verl_server.router.rl_wire.models import ServedModels
 from verl_server.router.rl_wire.replica_control import ReplicaControl
@@ -85,7 +85,7 @@ class AdminRoutes:
         control, path = self._control_for(request.path), request.path.removeprefix("/v1")
         if path not in _FIELDS:
             raise UnsupportedError(f"this router takes no weights by NCCL or NIXL ({path}): {USE_FILES}")
-        raw = await request.read()
+        raw = await read_body(request)
         arguments = _read_arguments(request, path, parse_object(raw) if raw else {})
         if path in ("/update_weights", "/load_lora_adapter"):
             await self._models.learn_name()  # an update may change it

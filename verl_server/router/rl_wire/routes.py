@@ -10,7 +10,7 @@ from aiohttp import web
 
 from verl_server.errors import BadInputError
 from verl_server.router.dispatcher import Dispatcher, gather_all
-from verl_server.router.http.bodies import json_response, parse_object
+from verl_server.router.http.bodies import json_response, parse_object, read_body
 from verl_server.router.request_checks import validate_id
 from verl_server.router.rl_wire.completions import completion_reply, is_token_completion, sampling_of_completion
 from verl_server.router.rl_wire.generate import (
@@ -35,7 +35,7 @@ class RlRoutes:
 
     async def generate(self, request: web.BaseRequest) -> web.StreamResponse:
         """`POST /inference/v1/generate`."""
-        body = parse_object(await request.read())
+        body = parse_object(await read_body(request))
         check_generate_body(body)
         model = await self._models.find(body.get("model"))
         tokens = _token_request(body, body["token_ids"], body.get("sampling_params", {}), model, request)
@@ -46,7 +46,7 @@ class RlRoutes:
         self, request: web.BaseRequest, forward: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """`POST /v1/completions`. Requests with a text as prompt, with several prompts, and streams are forwarded."""
-        body = parse_object(await request.read())
+        body = parse_object(await read_body(request))
         if not is_token_completion(body):
             return await forward(request)
         params = sampling_of_completion(body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 from typing import BinaryIO
 
@@ -15,14 +16,15 @@ MIN_SECRET_CHARACTERS = 8
 class BoundedLog:
     """A log file of at most about twice `limit_bytes` (with its predecessor `PATH.1`), and its last lines in memory.
 
-    Every occurrence of a string of `secrets` with at least `MIN_SECRET_CHARACTERS` characters is written as `***`.
+    Every occurrence of a string of `secrets` with at least `MIN_SECRET_CHARACTERS` characters is written as `***`, also
+    as Python or JSON print it: with escaped backslashes and quotes.
     A file that was moved or removed is created again. Lines that cannot be written, for example because the disk is
     full or the folder was removed, are kept in memory only. The constructor raises OSError if it cannot open the file.
     """
 
     def __init__(self, path: str, limit_bytes: int, secrets: list[str]) -> None:
         self._path, self._limit_bytes = path, limit_bytes
-        self._secrets = [secret.encode() for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS]
+        self._secrets = _written_forms(secrets)
         self._partial_line = b""
         self._file: BinaryIO | None = self._open()
         """None while the file cannot be opened."""
@@ -82,3 +84,11 @@ class BoundedLog:
         self._write_lines(self._partial_line)
         self._partial_line = b""
         self._close_file()
+
+
+def _written_forms(secrets: list[str]) -> list[bytes]:
+    """The secrets as texts show them, longest first: another form may be a part of it."""
+    long = [secret for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS]
+    forms = {form for secret in long for form in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1])}
+    forms |= {repr(form)[1:-1] for form in forms}  # the arguments within a text that is printed itself
+    return sorted((form.encode("utf-8", "replace") for form in forms), key=len, reverse=True)

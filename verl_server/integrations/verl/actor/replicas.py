@@ -17,6 +17,7 @@ from verl_server.integrations.verl.fleet_spec import FleetSpec
 from verl_server.rollout.fleet import Event
 from verl_server.rollout.launchers.ray_placed_launcher import NodePlace, PlacedLauncher
 from verl_server.rollout.manager import RolloutManager
+from verl_server.validation import require_key
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -107,14 +108,14 @@ class FleetReplicas:
 
 def _require_key() -> str:
     """The key for requests over HTTP. Raises BadInputError if the environment has none."""
-    key = os.environ.get(KEY_VARIABLE)
+    key = os.environ.get(KEY_VARIABLE, "").strip()
     if not key:
         raise BadInputError(
             "verl asks a reward model over HTTP, and a server of this library answers only requests with a key: set "
             f"the environment variable {KEY_VARIABLE} in all processes of the run to a random text, and let the reward "
             f"function send it as the header `Authorization: Bearer KEY`"
         )
-    return key
+    return require_key(KEY_VARIABLE, key)
 
 
 def _log_event(event: Event) -> None:
