@@ -35,10 +35,27 @@ class Manifest:
     checkpoint_names: CheckpointNames | None = field(default=None, compare=False)
     """Converts the names that a model has in the trainer. None: the names are the same."""
 
+    unserved: frozenset[str] = frozenset()
+    """Names in `tensors` that the servers' model class ignores, as an update of the whole model has shown."""
+
     @cached_property
     def required(self) -> frozenset[str]:
-        """The names that an update of the whole model must have."""
-        return frozenset(self.tensors.keys() - self.optional)
+        """The names that an update of the whole model must have: those of served tensors.
+
+        A checkpoint may have tensors that its model does not use: value heads, masks, layers of other models.
+        """
+        names = self.checkpoint_names
+        unused = frozenset() if names is None else names.unused_names(self.tensors.keys())
+        return self._perhaps_required - unused
+
+    @cached_property
+    def _perhaps_required(self) -> frozenset[str]:
+        return frozenset(self.tensors.keys() - self.optional - self.unserved)
+
+    @cached_property
+    def not_required(self) -> frozenset[str]:
+        """The names that an update of the whole model may lack. A server need not read these tensors."""
+        return frozenset(self.tensors.keys() - self.required)
 
     def is_whole(self, names: Iterable[str]) -> bool:
         """Whether an update of the tensors `names` is an update of the whole model."""
@@ -46,7 +63,8 @@ class Manifest:
 
     def num_missing(self, names: Iterable[str]) -> int:
         """Number of required tensors that an update of the tensors `names` lacks."""
-        return len(self.required.difference(names))
+        missing = self._perhaps_required.difference(names)
+        return len(missing & self.required) if missing else 0
 
     def checkpoint_specs(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
         """The specs of the checkpoint's tensors, by name in order, that the trainer's tensor `name` becomes.
@@ -85,6 +103,16 @@ class Manifest:
                     name=name,
                     expected=other,
                 )
+
+    def require_served(self, names: Iterable[str]) -> None:
+        """Raise WeightManifestError if the servers are known to ignore one of the tensors `names`."""
+        if unserved := sorted(self.unserved.intersection(names)):
+            raise WeightManifestError(
+                f"the model class of the inference engine ignores {len(unserved)} of the tensors, for example "
+                f"{unserved[0]!r}, as an earlier update has shown: the policy that it serves is another one than the "
+                "trainer's. Use a model that the engine computes completely, or leave these tensors out",
+                name=unserved[0],
+            )
 
     def check(self, name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec | None:
         """The spec that a pushed tensor must have, or None if the tensor is to be left out.
