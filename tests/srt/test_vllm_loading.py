@@ -148,3 +148,13 @@ def test_a_whole_update_repairs_one_that_failed_in_the_middle(served: Served) ->
     assert len(served.server.generate([1, 2, 3], {"max_new_tokens": 4, "ignore_eos": True})["output_ids"]) == 4
     served.push(new, is_whole=True)
     served.require(served.checkpoints.expected[1], "after the repair")
+
+
+def test_a_tensor_that_the_model_class_ignores_is_found(served: Served) -> None:
+    """vLLM's models skip tables of rotary embeddings by their name, as they skip other names that they do not know."""
+    name = f"{LAYER}self_attn.rotary_emb.inv_freq"
+    tensors = {**served.checkpoints.weights[0], name: torch.ones(8)}
+    message = f"did not read 1 of the pushed tensors, for example '{name}'"
+    with served.server.wrong_shapes({name: tensors[name]}), pytest.raises(VerlServerError, match=message):
+        served.push(tensors, is_whole=True)
+    served.push_first()

@@ -130,7 +130,8 @@ class Manifest:
             )
         if shape != spec.shape:
             raise WeightManifestError(
-                f"{name!r} has shape {list(shape)}, the model expects {list(spec.shape)}",
+                f"{name!r} has shape {list(shape)}, the model expects {list(spec.shape)}"
+                f"{_shape_cure(shape, spec.shape, dtype)}",
                 name=name,
                 expected=list(spec.shape),
                 got=list(shape),
@@ -143,6 +144,23 @@ class Manifest:
                 got=dtype,
             )
         return spec
+
+
+def _shape_cure(shape: tuple[int, ...], expected: tuple[int, ...], dtype: str) -> str:
+    """The end of an error about a shape: the usual cause and its cure. Empty for an unknown cause."""
+    if 0 in shape:
+        return (
+            ". It has no elements here: DeepSpeed ZeRO-3 and FSDP1 keep a parameter in parts. Gather it before the "
+            "push (deepspeed.zero.GatheredParameters, FSDP.summon_full_params), or use FSDP2"
+        )
+    if dtype in ("uint8", "int8"):
+        return ". Quantized weights (QLoRA) are packed: push the dequantized tensor, or the LoRA adapter"
+    if len(shape) == len(expected) == 2 and shape[1:] == expected[1:]:
+        return (
+            ". If the vocabulary was resized or padded: push only the rows that the checkpoint has, or save the "
+            "resized model (save_pretrained) and start the server from it"
+        )
+    return ""
 
 
 def _dtype_cure(expected: str) -> str:
