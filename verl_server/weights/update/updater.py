@@ -59,7 +59,7 @@ class WeightUpdater(ABC):
         self.torn: TornWeightsError | None = None
         """Why an update left the served weights partly new and partly old, or None. See also `find_torn`."""
         self._in_doubt: frozenset[str] = frozenset()
-        """On rank 0: tensors of updates that have failed part-way since the last success: servers may differ."""
+        """On rank 0: tensors of the last update, and of failed ones before it: servers may differ in them."""
         self._needed: frozenset[str] = frozenset()
         """On rank 0: tensors without which the update in progress would leave no server with the right weights."""
         self._changed: frozenset[str] = frozenset()
@@ -205,7 +205,7 @@ class WeightUpdater(ABC):
     def record_published(self, names: Sequence[str]) -> bool:
         """On rank 0: servers have loaded `names`. Returns whether a server with its checkpoint has all weights now."""
         is_enough = self.manifest.is_whole(names) or self._lacking.issubset(names)
-        self._changed, self._in_doubt = self._changed.union(names), frozenset()
+        self._changed = self._changed.union(names)
         return is_enough
 
     def missing_from(self, names: Sequence[str]) -> str | None:
