@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from verl_server.errors import BadInputError
@@ -37,6 +37,8 @@ class ServerInfo:
     fused_modules: tuple[tuple[str, ...], ...] | None = None
     """For an engine that loads a module only with all of its tensors (vLLM): the modules of a checkpoint that are one
     module of the engine, for example `("q_proj", "k_proj", "v_proj")`. None: every tensor can be loaded alone."""
+    is_current: bool = field(default=True, compare=False)
+    """Whether it has all published weights. False: it was started again and has its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class WeightUpdateResult:
     num_bytes: int
     """Number of bytes of these tensors."""
     num_missing: int
-    """Number of the model's parameters that the update did not contain. 0 for a whole update."""
+    """Number of the served parameters that the update did not contain. 0 for a whole update."""
     transport: str
     """Name of the weight transport: a file of `verl_server/weights/transports/`."""
     staging_bytes: int
@@ -62,6 +64,9 @@ class WeightUpdateResult:
     include waiting for free buckets."""
     load_s: float
     """Seconds from the pause of generation until its continuation."""
+    missing_from: str | None = None
+    """Where the parameters come from that the update did not contain: "earlier updates" of this engine, the servers'
+    "checkpoint" (at least one of them), or "earlier weights" that others have loaded. None for a whole update."""
 
 
 def parse_weight_version(label: int | str | None) -> int:

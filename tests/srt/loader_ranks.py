@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers import free_port
-from model_families import make_family_model, save_family_model
+from model_families import IGNORING_FAMILY, make_family_model, save_family_model
 from safetensors.torch import load_file, save_file
 
 from verl_server.config import PauseMode
@@ -163,8 +163,11 @@ def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor
     return sorted(lines)
 
 
-def push(model: SGLangModel, folder: Path, tensors: list[tuple[str, torch.Tensor]]) -> int:
-    """Push the tensors from a trainer of one rank into SGLang's model. Returns the number of missing parameters."""
+def push(model: SGLangModel, folder: Path, *pushes: list[tuple[str, torch.Tensor]]) -> list[Any]:
+    """Push tensors from a trainer of one rank into SGLang's model, in one or several updates.
+
+    Returns the number of missing parameters of each update, or its error.
+    """
     manifest = read_manifest({"model_path": str(folder), "dtype": "bfloat16"})
     layout = plan_arena(manifest.tensors)
     arena = Arena.create(layout)
@@ -173,7 +176,13 @@ def push(model: SGLangModel, folder: Path, tensors: list[tuple[str, torch.Tensor
     updater = StagedUpdater(ranks, manifest, 0, layout, arena, frozenset({0}), sender)
     try:
         options = UpdateOptions(None, verify=True, check_finite=True, pause_mode=PauseMode.RETRACT, flush_cache=True)
-        return updater.update(tensors, None, options).num_missing
+        outcomes: list[Any] = []
+        for tensors in pushes:
+            try:
+                outcomes.append(updater.update(tensors, None, options).num_missing)
+            except VerlServerError as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+        return outcomes
     finally:
         updater.close()
 
@@ -222,9 +231,22 @@ def compare(
 def update(servers: SGLangModel, folder: Path, rank: int, tensors: list[tuple[str, torch.Tensor]]) -> int:
     """One update on a TP rank. Returns the number of missing parameters, on the first rank."""
     if rank == 0:
-        return push(servers, folder, tensors)
+        (outcome,) = push(servers, folder, tensors)
+        if isinstance(outcome, str):
+            raise RuntimeError(outcome)
+        return int(outcome)
     servers.follow()
     return 0
+
+
+def push_what_is_ignored(load: Callable[[Path], Any], folder: Path) -> list[Any]:
+    """The outcomes of updates of a model with biases that SGLang's model class ignores."""
+    model = make_family_model(IGNORING_FAMILY)
+    servers = SGLangModel(load(save_family_model(model, IGNORING_FAMILY, folder)), 1)
+    tensors = list(model.state_dict().items())
+    biases = [(name, tensor) for name, tensor in tensors if "mlp" in name and name.endswith(".bias")]
+    others = [(name, tensor) for name, tensor in tensors if name not in dict(biases)]
+    return push(servers, folder, biases, others, tensors, tensors, others)
 
 
 def run_rank(folder: Path, rank: int, tp_size: int, port: int, all_models: dict[str, Any], results: Path) -> None:
@@ -232,6 +254,8 @@ def run_rank(folder: Path, rank: int, tp_size: int, port: int, all_models: dict[
     outcomes: dict[str, Json] = {}
     try:
         load = start_tp_rank(folder / next(iter(all_models)) / "a", rank, tp_size, port)
+        if tp_size == 1:
+            outcomes[IGNORING_FAMILY] = {"pushes": push_what_is_ignored(load, folder / IGNORING_FAMILY)}
         for family, models in all_models.items():
             outcomes[family] = {"error": "not finished"}
             try:

@@ -69,6 +69,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 """The configuration of each family."""
+IGNORING_FAMILY = "llama_mlp_bias"
+"""A family with tensors that SGLang's model class ignores."""
 RELEASED_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"full_attention_interval": 4},
     "deepseek_v3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -80,7 +82,7 @@ ROUTER_BIAS = "e_score_correction_bias"
 
 def make_family_model(family: str, seed: int = 0) -> Any:
     """A random model of the family in bfloat16. Biases of routers are float32, as in released checkpoints."""
-    config = FAMILIES[family]()
+    config = FAMILIES[family]() if family in FAMILIES else _config("LlamaConfig", mlp_bias=True)()
     is_vision_model = hasattr(config, "vision_config")
     factory = transformers.AutoModelForImageTextToText if is_vision_model else transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):

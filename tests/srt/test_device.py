@@ -289,7 +289,7 @@ def test_checksums_use_the_device_of_the_callers_thread(
     filler.finish()
     report = Report("x", ok=True, num_tensors=1)
     double_buffer.reports.write(0, report, [compute_checksum(torch.full((5,), 3.0))])
-    assert filler.report_error(["t"], is_whole=True, timeout_s=20.0) is None
+    assert filler.report_error(["t"], Manifest(specs), timeout_s=20.0) is None
     filler.close()
     assert accelerator.calls == ["enter meta", "leave"]
     del target

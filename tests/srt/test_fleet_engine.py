@@ -15,6 +15,7 @@ import pytest
 import torch
 from fleet_helpers import (
     LONG,
+    RECOVERY,
     RESTART_S,
     healthy,
     states,
@@ -31,7 +32,7 @@ from helpers import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server import RolloutManager, VerlEngine
+from verl_server import RolloutManager, VerlEngine, WeightsConfig
 from verl_server.errors import (
     BadInputError,
     DeadlineError,
@@ -307,3 +308,43 @@ def test_a_fleet_outlives_its_engine(one_rank: DeviceMesh, tiny: Callable[..., P
             assert_equals_reference(second, model)
         assert (fleet.weight_version, replica.weight_version, replica.restarts) == (2, 2, 1)
         assert_equals_reference(fleet, model)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "buckets"])
+def test_a_replica_returns_although_the_trainer_pushes_trainable_parameters_only(
+    transport: str, one_rank: DeviceMesh, tiny: Callable[..., Path]
+) -> None:
+    """Starts its server twice, so it takes long. Frozen embeddings come from the checkpoint of the new server.
+
+    A transport that keeps no weights needs one more update of the same tensors.
+    """
+    folder = str(tiny("qwen3"))
+    model = reference_model(folder)
+    frozen = {name for name in model.state_dict() if "embed_tokens" in name or "lm_head" in name}
+    change_weights(model, seed=4)
+    model.load_state_dict({n: t for n, t in reference_model(folder).state_dict().items() if n in frozen}, strict=False)
+    trainable = {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+    with (
+        RolloutManager(1, model_path=folder, dtype="float32", max_total_tokens=8192, recovery=RECOVERY) as fleet,
+        VerlEngine(
+            one_rank, fleet=fleet, weights=WeightsConfig(transport=transport), model_path=folder, dtype="float32"
+        ) as engine,
+    ):
+        update = engine.update_weights_from_tensor(trainable)
+        assert (update.num_missing, update.missing_from) == (len(frozen), "checkpoint")
+        (replica,) = fleet.replicas
+        pid = server_pid(replica)
+        os.kill(pid, signal.SIGKILL)
+        running = {ReplicaState.STALE, ReplicaState.HEALTHY}
+        wait_until(
+            lambda: (r := fleet.replicas[0]).state in running and r.pids is not None and server_pid(r) != pid,
+            RESTART_S,
+            f"not running: {states(fleet)}",
+        )
+        if transport == "buckets":
+            norm = next(name for name in trainable if "norm" in name)
+            with pytest.raises(TornWeightsError, match="this update lacks"):
+                engine.update_weights_from_tensor({norm: trainable[norm]})
+            assert engine.update_weights_from_tensor(trainable).weight_version == 2
+        wait_until(lambda: healthy(fleet) == 1, 20.0, f"not healthy: {states(fleet)}")
+        assert_equals_reference(engine, model)

@@ -53,6 +53,7 @@ from verl_server.weights.arena import Arena
 from verl_server.weights.checksum import compute_checksum
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.loader import load_weights
+from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import shared_memory
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.commit import commit
@@ -268,7 +269,7 @@ def push(fleet: TestFleet, sender: shared_memory.Sender, version: int, replay: R
         [compute_checksum(sender.arena.tensor("weight"))],
         validated,
         publish,
-        num_missing=0,
+        manifest=Manifest({"weight": TensorSpec((4,), "float32")}),
         weights_are_torn=fleet.fleet.update_incomplete,
     )
     assert resume_error is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import trainer_script
 from helpers import (
@@ -28,8 +30,9 @@ from helpers import (
     processes,
     wait_until,
 )
+from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server import HttpServerEngineAdapter
+from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.config import AdapterConfig, Timeouts
 from verl_server.errors import (
     BadInputError,
@@ -289,3 +292,18 @@ def test_children_of_a_process_whose_first_thread_has_ended_are_found() -> None:
         os.kill(child, signal.SIGKILL)
         process.kill()
         process.wait()
+
+
+def test_an_engine_that_is_lost_ends_its_server(
+    one_rank: DeviceMesh, tiny: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a notebook whose cell runs twice."""
+    engine = VerlEngine(one_rank, model_path=str(tiny("qwen3")), dtype="float32", max_total_tokens=8192)
+    assert engine.adapter is not None
+    process = engine.adapter.process
+    assert process is not None
+    main = process.pids.main
+    del engine
+    gc.collect()
+    wait_until(lambda: not psutil.pid_exists(main), 20.0, "the server still runs")
+    assert "lost without shutdown" in caplog.text

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from helpers import run_in_fork
-from model_families import FAMILIES
+from model_families import FAMILIES, IGNORING_FAMILY
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -42,3 +42,15 @@ def test_pushed_weights_equal_loaded_weights(
         if rank == 0:
             assert outcome["missing"]["b"] == [0]
             assert min(outcome["missing"]["part"] + outcome["missing"]["layer"]) > 0
+
+
+def test_tensors_that_the_model_class_ignores_are_not_pushed(outcomes: dict[str, list[dict[str, Any]]]) -> None:
+    """An update that SGLang ignores in part fails, by name. Then the trainer knows these tensors and sends none."""
+    alone, without, whole, again, left_out = outcomes["tp1"][0][IGNORING_FAMILY]["pushes"]
+    for failed in (alone, whole):
+        assert failed.startswith("TornWeightsError")
+        assert "did not read 6 of the pushed tensors, for example 'model.layers.0.mlp.down_proj.bias'" in failed
+    assert without == 6
+    assert again.startswith("WeightManifestError")
+    assert "ignores 6 of the tensors" in again
+    assert left_out == 0

@@ -169,3 +169,19 @@ def test_tensors_that_sglang_loads_only_together_are_refused_alone() -> None:
             manifest.require_loaded_together([alone])
     without_query = Manifest({names[1]: TensorSpec((2,), "float32")})
     without_query.require_loaded_together([names[1]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_that_the_model_does_not_use_are_not_missing(family: str, tmp_path: Path) -> None:
+    """Value heads, masks of old checkpoints and layers for other purposes, which nobody serves and nobody pushes."""
+    model = make_family_model(family)
+    folder = save_family_model(model, family, tmp_path)
+    saved = load_file(folder / "model.safetensors")
+    names = ["v_head.summary.weight", "mtp_block.0.mlp.weight", "model.layers.0.attention.bias"]
+    extra = {name: torch.zeros(2, 3) for name in names}
+    save_file({**saved, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    manifest = read_manifest({"model_path": str(folder), "dtype": "bfloat16"})
+    assert manifest.num_missing(saved) == 0
+    assert manifest.is_whole([*saved, *names])
+    first = next(name for name in saved if name in manifest.required)
+    assert manifest.num_missing(saved.keys() - {first}) == 1

@@ -162,8 +162,11 @@ def test_a_prefix_of_fused_experts_is_explained(prefix: str, tiny: Callable[...,
         (torch.ones(3, 4).to(torch.float8_e4m3fn), "dtype float8_e4m3fn, the model expects float32.*by its scale"),
         (torch.ones(3, 4, dtype=torch.int32), "dtype int32, the model expects float32.*Convert the tensor"),
         ("DTensor", "'x' is on the meta device and has no values"),
+        (torch.ones(0), r"shape \[0\], .*ZeRO-3.*GatheredParameters"),
+        (torch.ones(6, 1, dtype=torch.uint8), "Quantized weights .* are packed: push the dequantized tensor"),
+        (torch.ones(5, 4), "If the vocabulary was resized or padded: push only the rows"),
     ],
-    ids=["meta", "sparse", "float8", "int", "meta DTensor"],
+    ids=["meta", "sparse", "float8", "int", "meta DTensor", "ZeRO-3", "packed", "resized"],
 )
 def test_tensors_that_cannot_be_copied_are_refused_by_name(tensor: Any, message: str, one_rank: DeviceMesh) -> None:
     spec, staged = TensorSpec((3, 4), "float32"), torch.zeros(3, 4)
@@ -174,6 +177,19 @@ def test_tensors_that_cannot_be_copied_are_refused_by_name(tensor: Any, message:
     with pytest.raises(errors.WeightManifestError, match=message):
         writer_for(staged, spec).write(iter([("x", tensor)]))
     assert not staged.any()
+
+
+def test_tensors_in_the_same_memory_are_refused_unless_they_are_tied() -> None:
+    spec = TensorSpec((3, 4), "float32")
+    manifest = Manifest(dict.fromkeys(("a", "b", "lm_head.weight"), spec), frozenset({"lm_head.weight"}))
+    buffer = torch.zeros(3, 4)
+    reused = [(name, buffer.fill_(value)) for value, name in enumerate(("a", "b"))]
+    with pytest.raises(errors.BadInputError, match=r"'b' and 'a' have the same memory.*not list"):
+        TensorSource(reused, manifest, check_finite=False)
+    TensorSource(iter(reused), manifest, check_finite=False)
+    TensorSource([("a", buffer), ("lm_head.weight", buffer)], manifest, check_finite=False)
+    parts = torch.zeros(2, 3, 4)
+    TensorSource([("a", parts[0]), ("b", parts[1])], manifest, check_finite=False)
 
 
 def test_float64_is_cast() -> None:

@@ -13,7 +13,7 @@ from verl_server.engine.backend import Backend
 from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
 from verl_server.platforms.available_memory import available_memory
 from verl_server.ranks.machine import is_loopback
-from verl_server.types import Json, TensorSpec
+from verl_server.types import Json, TensorSpec, parse_weight_version
 from verl_server.weights.arena import Arena
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.layout import plan_double_buffer
@@ -60,6 +60,9 @@ def start_weight_updater(
         updater = _start_streamed(ranks, manifest, weight_version, config, transport)
     else:
         updater = _start_staged(ranks, backend, manifest, weight_version, config, transport)
+    # A server with random weights gets others when it starts again.
+    is_unchanged = weight_version == parse_weight_version(server_args.get("weight_version"))
+    updater.starts_from_checkpoint = is_unchanged and server_args.get("load_format") != "dummy"
     updater.released_memory = frozenset(decided["released_memory"])  # not empty for a fleet that was in use before
     return updater
 

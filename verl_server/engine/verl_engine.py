@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -26,6 +28,10 @@ from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+    from verl_server.ranks.coordinator import RankCoordinator
+
+logger = logging.getLogger(__name__)
 
 
 class VerlEngine:
@@ -75,6 +81,7 @@ class VerlEngine:
         source = BackendSource(launch_server, () if servers is None else servers, fleet)
         self._backend: Backend | None = None
         self._weights: WeightUpdater | None = None
+        self._at_loss: weakref.finalize[..., Any] | None = None
         self._loras = LoraAdapters(server_args)
         self._group = group = connect_coordinator(device_mesh_cpu, nnodes, timeouts.ranks_s)
         self._control = RankControl(
@@ -82,10 +89,13 @@ class VerlEngine:
         self._generation = RankGeneration(group, self._backend_for, self._get_refusal, timeouts.generation_s)
         try:
             self._backend = start_backend(group, placement, source, server_args, config, env or {}, group.fail_all)
-            group.on_failure = self._on_failure
+            on_failure = weakref.WeakMethod(self._on_failure)  # the threads of the group do not keep the engine
+            group.on_failure = lambda error: (call := on_failure()) and call(error)
             trainer_ranks = frozenset(device_mesh_cpu.mesh.flatten().tolist())
             ranks = EngineRanks(group, placement, trainer_ranks, self._backend, timeouts.weights_s)
             self._weights = start_weight_updater(ranks, self._backend, server_args, weights or WeightsConfig())
+            self._at_loss = weakref.finalize(self, _end_lost_engine, group, self._backend, self._weights)
+            self._at_loss.atexit = False  # the warden ends servers
         except BaseException:
             self.shutdown()
             raise
@@ -281,20 +291,33 @@ class VerlEngine:
 
         Ends a server that this engine started. Running servers and a fleet keep running.
         """
-        try:
-            self._group.close()
-        finally:
-            backend, self._backend = self._backend, None
-            weights, self._weights = self._weights, None
-            try:
-                if backend is not None:
-                    backend.shutdown()
-            finally:
-                if weights is not None:
-                    weights.close()
+        if self._at_loss is not None:
+            self._at_loss.detach()
+        backend, self._backend = self._backend, None
+        weights, self._weights = self._weights, None
+        _end_use(self._group, backend, weights)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _end_use(group: RankCoordinator, backend: Backend | None, weights: WeightUpdater | None) -> None:
+    """End the use of the servers and free the staging memory."""
+    try:
+        group.close()
+    finally:
+        try:
+            if backend is not None:
+                backend.shutdown()
+        finally:
+            if weights is not None:
+                weights.close()
+
+
+def _end_lost_engine(group: RankCoordinator, backend: Backend | None, weights: WeightUpdater | None) -> None:
+    """Called when nothing refers to an engine any more, for example because a notebook has made another one."""
+    logger.warning("a VerlEngine was lost without shutdown(): its server ends now")
+    _end_use(group, backend, weights)

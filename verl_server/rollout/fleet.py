@@ -262,7 +262,9 @@ class Fleet:
             "error": None if error is None else error.message,
         }
         self._events.put(event)
-        logger.info("replica %s: %s -> %s%s", replica.name, before, state, f" ({error.message})" if error else "")
+        waits = state is ReplicaState.STALE and error is not None  # it serves nothing until the trainer does something
+        level = logging.WARNING if waits else logging.INFO
+        logger.log(level, "replica %s: %s -> %s%s", replica.name, before, state, f" ({error.message})" if error else "")
 
     def notify(self, *replicas: Replica) -> None:
         """Report the statuses of replicas to the routers, all together: the first would get all waiting requests."""

@@ -87,7 +87,8 @@ class Replica:
     def member(self) -> ServerInfo:
         """Its server as a member of weight updates. The name changes when a new server takes over."""
         tp_size = int(self._server_args.get("tp_size") or 1)
-        return ServerInfo(f"{self.name}/{self.num_servers}", tp_size, self._fused_modules)
+        is_current = self.state is not ReplicaState.STALE
+        return ServerInfo(f"{self.name}/{self.num_servers}", tp_size, self._fused_modules, is_current)
 
     @property
     def dp_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, as_completed, wait
@@ -13,12 +14,14 @@ from verl_server.engine.servers import load_weights
 from verl_server.errors import DeadlineError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.calls import FleetCalls
 from verl_server.rollout.fleet import RUNNING, SERVING, Fleet, Server
-from verl_server.rollout.health import ReplicaState
+from verl_server.rollout.health import KEEPS_NO_WEIGHTS, ReplicaState
 from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.replica import Replica
 from verl_server.router.targets import RoutingTargets
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.update.servers import ReplayFn
+
+logger = logging.getLogger(__name__)
 
 STARTING_AGAIN = (ReplicaState.DEAD, ReplicaState.RESTARTING)
 """States of a replica whose server is started again, now or when memory is resumed."""
@@ -50,7 +53,8 @@ class FleetUpdates:
     @property
     def members(self) -> Sequence[ServerInfo]:
         """See `UpdatableServers.members`. Empty while all servers are started again: they get the weights by replay."""
-        members = [(replica.member, (replica, adapter)) for replica, adapter in self.running_servers()]
+        with self._fleet.lock:
+            members = [(replica.member, (replica, adapter)) for replica, adapter in self.running_servers()]
         self._servers = {member.name: server for member, server in members}
         return [member for member, _ in members]
 
@@ -162,29 +166,44 @@ class FleetUpdates:
             self._call_members(lambda adapter: adapter.end_weight_update())
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
-        """See `UpdatableServers.published`. Stale replicas become current only with a whole update.
+        """See `UpdatableServers.published`. Stale replicas become current only with `whole`, or later by `replay`.
 
-        Raises ServerDiedError if no server has loaded the weights and the trainer does not keep them.
+        Raises ServerDiedError if no server has the new weights and the trainer does not keep them.
         """
         fleet = self._fleet
-        if not self._servers and replay is None:
-            raise ServerDiedError("no server of the fleet runs, and the trainer does not keep the weights for later")
         with fleet.lock:
+            if replay is None and not any(
+                replica.state in (RUNNING if whole else SERVING) for replica in self._loaded()
+            ):
+                raise ServerDiedError(
+                    "no server of the fleet has all weights, and the trainer does not keep the weights for later: "
+                    "push all weights"
+                )
             fleet.weight_version, fleet.replay = version, replay
             fleet.counters.updates += 1
-            loaded = {adapter for _, adapter in self._servers.values()}
+            loaded = self._loaded()
             states: dict[Replica, ReplicaState] = {}
             for replica in fleet.replicas:
                 replica.forget_failed_replays()
-                if replica.adapter in loaded:
+                if replica in loaded:
                     replica.failed_updates = 0
-                if replica.adapter in loaded and replica.state in (RUNNING if whole else SERVING):
+                if replica in loaded and replica.state in (RUNNING if whole else SERVING):
                     replica.weight_version = version
                     states[replica] = ReplicaState.HEALTHY
                 elif replica.state in SERVING:
                     states[replica] = ReplicaState.STALE
+                if replica.state is ReplicaState.STALE and replica not in states and replay is None:
+                    logger.warning(
+                        "replica %s stays without requests after the update: it has its checkpoint, and %s",
+                        replica.name,
+                        KEEPS_NO_WEIGHTS,
+                    )
             fleet.change_states(states)
             fleet.finish_update(whole)
+
+    def _loaded(self) -> list[Replica]:
+        """The replicas whose servers have taken part in the update and are still in use."""
+        return [replica for replica, adapter in self._servers.values() if replica.adapter is adapter]
 
     def detach(self) -> None:
         """End the trainer's use of the fleet.

@@ -24,13 +24,12 @@ from vllm.logger import init_logger
 from verl_server.types import Json
 from verl_server.vllm_server.loading.reloaded_modules import (
     PartialModuleError,
-    SkippedTensorError,
-    find_skipped,
     require_whole_modules,
 )
 from verl_server.vllm_server.loading.weight_load import NamedTensors, WeightLoad, choose_weight_load
 from verl_server.vllm_server.weight_session import WeightSession
 from verl_server.weights.checksum import XXH3, compute_checksum
+from verl_server.weights.coverage import ReadTensors
 from verl_server.weights.loader import MAX_COPIED_BYTES
 from verl_server.weights.transports import receiver_class
 from verl_server.weights.transports.base import Receiver
@@ -94,10 +93,11 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
         """Load the tensors of the receiver. Raises what the model's loader raises."""
         assert self._receiver is not None
         tensors = list(self._receiver.tensors())
-        names = self._session.names = [name for name, _ in tensors]
+        names = [name for name, _ in tensors]
         require_whole_modules(self.model, names)
         algorithm = update_info.message.get("checksum", XXH3) if update_info.message["verify"] else None
         checksums: dict[str, int] = {}
+        watched = self._session.read = ReadTensors()
 
         def read(ordered: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
             """Small tensors are copied, because some models change them in place while they load them."""
@@ -105,7 +105,8 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
                 if algorithm is not None:
                     checksums[name] = compute_checksum(tensor, algorithm)
                 self._session.num_tensors += 1
-                yield name, tensor.clone() if tensor.nbytes <= MAX_COPIED_BYTES else tensor
+                own = tensor.clone() if tensor.nbytes <= MAX_COPIED_BYTES else tensor
+                yield name, own if algorithm is None else watched.watch(name, own)
 
         self._load.load(tensors, read)
         self._session.checksums = [checksums[name] for name in names] if checksums else []
@@ -117,8 +118,6 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
             self._session.unwritten = [*untouched, *incomplete]
             if incomplete:
                 raise PartialModuleError(f"only a part of the tensors came for {incomplete[:5]}")
-            if skipped := find_skipped(self.model, self._session.names, untouched):
-                raise SkippedTensorError(f"the loader of vLLM's model has ignored {skipped[:5]}")
         self._send_report()
 
     def _send_report(self) -> None:

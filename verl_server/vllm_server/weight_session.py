@@ -5,7 +5,8 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass, field
 
-from verl_server.weights.loader import MAX_ERROR_CHARACTERS, MAX_UNWRITTEN_NAMES
+from verl_server.weights.coverage import ReadTensors
+from verl_server.weights.loader import MAX_ERROR_CHARACTERS, MAX_UNREAD_NAMES, MAX_UNWRITTEN_NAMES
 from verl_server.weights.reports import Report
 
 
@@ -17,8 +18,8 @@ class WeightSession:
     """Type and message of the first exception."""
     trace: str | None = None
     """End of the traceback of the first exception."""
-    names: list[str] = field(default_factory=list)
-    """Names of the tensors of the update."""
+    read: ReadTensors = field(default_factory=ReadTensors)
+    """The tensors of the update, and which of them the model has read."""
     num_tensors: int = 0
     """Number of tensors that the model took."""
     is_unchanged: bool = False
@@ -49,4 +50,5 @@ class WeightSession:
             num_tensors=self.num_tensors,
             unwritten=self.unwritten[:MAX_UNWRITTEN_NAMES],
             num_unwritten=len(self.unwritten),
+            unread=self.read.unread()[:MAX_UNREAD_NAMES],
         )

@@ -63,6 +63,20 @@ class CheckpointNames:
         tensors = {} if self._model is None else self._model.state_dict()
         return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
 
+    def unused_names(self, checkpoint: Collection[str]) -> frozenset[str]:
+        """The names among those of a `checkpoint` that the model has no tensor for: value heads, masks, other models.
+
+        Empty if the model cannot be built, or if the checkpoint has other names than transformers saves.
+        """
+        try:
+            model = self.model
+        except (BadInputError, UnsupportedError):
+            return frozenset()
+        tensors: dict[str, Any] = model.state_dict()
+        used = {new for name, tensor in tensors.items() for new in self.specs(name, TensorSpec.of(tensor))}
+        tied = set(getattr(model, "_tied_weights_keys", None) or ())
+        return frozenset(checkpoint).difference(used) if used <= {*checkpoint, *tied} else frozenset()
+
     @property
     def model_names(self) -> Collection[str]:
         """Names of the model's tensors. Empty if transformers has no rules for the model."""

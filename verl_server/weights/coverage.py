@@ -1,4 +1,4 @@
-"""Detection of parameters that an update did not write, whatever the model's loading code does.
+"""What the loading code of a model does with an update: parameters that it did not write, tensors that it did not read.
 
 Before the load, a bit pattern that no weight has (a mark) is written at both ends of rows of every float parameter: of
 all rows, or of one to two thousand evenly spaced rows where a matrix has more. (The slices that models load on their
@@ -6,15 +6,21 @@ own are larger than the distance between marked rows.) In a parameter with one d
 same way, because biases are fused, too. A mark that is still there after the load belongs to a row that
 was not written. Qwen2, for example, ignores names that it does not know. Marks that a partial update leaves are
 replaced by the earlier values. No tokens are generated in between.
+
+Many models skip tensors whose names they do not know, without an error: Llama skips the biases of its MLP. Therefore
+the loading code gets tensors that notice the first operation which uses their values.
 """
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch.utils._pytree import tree_leaves
 
 MARKS = {"bfloat16": 0x7FB5, "float16": 0x7DB5, "float32": 0x7FB55AA5}
 """Bit pattern of the mark by dtype: a signalling NaN with a payload that no computation produces."""
@@ -59,10 +65,51 @@ class Coverage:
         return unwritten
 
 
+class ReadTensors:
+    """The tensors of one update, as the loading code gets them, and those of them that it has not read."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._read: set[str] = set()
+
+    def watch(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, which notices that it is read. It shares the memory of `tensor`."""
+        self._names.append(name)
+        watched = tensor.as_subclass(_WatchedTensor)
+        watched.on_read = functools.partial(self._read.add, name)
+        return watched
+
+    def unread(self) -> list[str]:
+        """The names of the tensors that were not read. A rank of expert parallelism reads its own experts only."""
+        read_experts = set(map(_all_experts, self._read))
+        return [name for name in self._names if _all_experts(name) not in read_experts]
+
+
+class _WatchedTensor(torch.Tensor):
+    """A tensor that calls `on_read` when its values are used. The results of operations are plain tensors."""
+
+    on_read: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        # Sizes, strides, dtypes, devices and other descriptions of a tensor are not its values.
+        parts = result if isinstance(result, (tuple, list)) else [result]
+        if any(part is None or isinstance(part, (torch.Tensor, float, list)) for part in parts):
+            for argument in tree_leaves((args, kwargs)):
+                if isinstance(argument, cls):
+                    argument.on_read()
+        return result
+
+
+def _all_experts(name: str) -> str:
+    """A name for the tensors that are the same part of each expert of a layer; `name` itself for other tensors."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+
+
 def _mark(name: str, parameter: torch.Tensor) -> _MarkedParameter | None:
     """Write marks into a parameter. Returns None for a parameter without elements or of another dtype."""
-    import torch
-
     data = parameter.data
     mark = MARKS.get(str(data.dtype).removeprefix("torch."))
     if mark is None or data.numel() == 0:

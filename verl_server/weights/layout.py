@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_server.types import TensorSpec
 
-REPORT_BYTES = 4096
+REPORT_BYTES = 16384
 MAX_TP_RANKS = 64
 """Maximum number of TP ranks, of all servers together, that one arena or double buffer serves."""
 TABLE_OFFSET = REPORT_BYTES * MAX_TP_RANKS

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from verl_server.weights.checksum import XXH3, Checksums, verified_share
-from verl_server.weights.coverage import Coverage
+from verl_server.weights.coverage import Coverage, ReadTensors
 from verl_server.weights.device.loading import copies_on
 from verl_server.weights.device.streams import wait_for_device
 from verl_server.weights.reports import Report
@@ -34,6 +34,8 @@ them: it adds 1 to the norms of Gemma, and on TP ranks after the first it sets b
 and the trainer use the same memory."""
 MAX_UNWRITTEN_NAMES = 5
 """Maximum number of parameter names in a report."""
+MAX_UNREAD_NAMES = 200
+"""Maximum number of names in a report of tensors that were not read."""
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
@@ -54,7 +56,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
 def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -> tuple[Report, list[int]]:
     """Load the receiver's tensors into the model. Returns the report and the checksum of each tensor of its share.
 
-    Without `verify` there are no checksums and no check for unwritten parameters.
+    Without `verify` there are no checksums and no checks for unwritten parameters and unread tensors.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     is_copied = device.type != "cpu"
@@ -63,6 +65,7 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
     share = verified_share(receiver.tp_rank, receiver.num_sharing) if is_copied else (0, 1)
     checksums = Checksums(receiver.message.get("checksum", XXH3))
     unwritten: list[str] = []
+    read = ReadTensors()
     num_tensors = 0
 
     def received_tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,7 +78,7 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
             num_tensors += 1
             if tensor.nbytes <= MAX_COPIED_BYTES:
                 tensor = tensor.clone()
-            yield name, tensor
+            yield name, read.watch(name, tensor) if verify else tensor
             del tensor  # the receiver reuses the memory when no reference is left
 
     try:
@@ -106,6 +109,7 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
         num_tensors=num_tensors,
         unwritten=unwritten[:MAX_UNWRITTEN_NAMES],
         num_unwritten=len(unwritten),
+        unread=read.unread()[:MAX_UNREAD_NAMES],
         share=share,
     )
     return report, checksum_values

@@ -35,10 +35,27 @@ class Manifest:
     checkpoint_names: CheckpointNames | None = field(default=None, compare=False)
     """Converts the names that a model has in the trainer. None: the names are the same."""
 
+    unserved: frozenset[str] = frozenset()
+    """Names in `tensors` that the servers' model class ignores, as an update of the whole model has shown."""
+
     @cached_property
     def required(self) -> frozenset[str]:
-        """The names that an update of the whole model must have."""
-        return frozenset(self.tensors.keys() - self.optional)
+        """The names that an update of the whole model must have: those of served tensors.
+
+        A checkpoint may have tensors that its model does not use: value heads, masks, layers of other models.
+        """
+        names = self.checkpoint_names
+        unused = frozenset() if names is None else names.unused_names(self.tensors.keys())
+        return self._perhaps_required - unused
+
+    @cached_property
+    def _perhaps_required(self) -> frozenset[str]:
+        return frozenset(self.tensors.keys() - self.optional - self.unserved)
+
+    @cached_property
+    def not_required(self) -> frozenset[str]:
+        """The names that an update of the whole model may lack. A server need not read these tensors."""
+        return frozenset(self.tensors.keys() - self.required)
 
     def is_whole(self, names: Iterable[str]) -> bool:
         """Whether an update of the tensors `names` is an update of the whole model."""
@@ -46,7 +63,8 @@ class Manifest:
 
     def num_missing(self, names: Iterable[str]) -> int:
         """Number of required tensors that an update of the tensors `names` lacks."""
-        return len(self.required.difference(names))
+        missing = self._perhaps_required.difference(names)
+        return len(missing & self.required) if missing else 0
 
     def checkpoint_specs(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
         """The specs of the checkpoint's tensors, by name in order, that the trainer's tensor `name` becomes.
@@ -86,6 +104,16 @@ class Manifest:
                     expected=other,
                 )
 
+    def require_served(self, names: Iterable[str]) -> None:
+        """Raise WeightManifestError if the servers are known to ignore one of the tensors `names`."""
+        if unserved := sorted(self.unserved.intersection(names)):
+            raise WeightManifestError(
+                f"the model class of the inference engine ignores {len(unserved)} of the tensors, for example "
+                f"{unserved[0]!r}, as an earlier update has shown: the policy that it serves is another one than the "
+                "trainer's. Use a model that the engine computes completely, or leave these tensors out",
+                name=unserved[0],
+            )
+
     def check(self, name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec | None:
         """The spec that a pushed tensor must have, or None if the tensor is to be left out.
 
@@ -102,7 +130,8 @@ class Manifest:
             )
         if shape != spec.shape:
             raise WeightManifestError(
-                f"{name!r} has shape {list(shape)}, the model expects {list(spec.shape)}",
+                f"{name!r} has shape {list(shape)}, the model expects {list(spec.shape)}"
+                f"{_shape_cure(shape, spec.shape, dtype)}",
                 name=name,
                 expected=list(spec.shape),
                 got=list(shape),
@@ -115,6 +144,23 @@ class Manifest:
                 got=dtype,
             )
         return spec
+
+
+def _shape_cure(shape: tuple[int, ...], expected: tuple[int, ...], dtype: str) -> str:
+    """The end of an error about a shape: the usual cause and its cure. Empty for an unknown cause."""
+    if 0 in shape:
+        return (
+            ". It has no elements here: DeepSpeed ZeRO-3 and FSDP1 keep a parameter in parts. Gather it before the "
+            "push (deepspeed.zero.GatheredParameters, FSDP.summon_full_params), or use FSDP2"
+        )
+    if dtype in ("uint8", "int8"):
+        return ". Quantized weights (QLoRA) are packed: push the dequantized tensor, or the LoRA adapter"
+    if len(shape) == len(expected) == 2 and shape[1:] == expected[1:]:
+        return (
+            ". If the vocabulary was resized or padded: push only the rows that the checkpoint has, or save the "
+            "resized model (save_pretrained) and start the server from it"
+        )
+    return ""
 
 
 def _dtype_cure(expected: str) -> str:

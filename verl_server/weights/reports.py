@@ -34,6 +34,8 @@ class Report:
     """Some of the server's parameters that were not written, by the server's names."""
     num_unwritten: int = 0
     """Number of all of the server's parameters that were not written."""
+    unread: list[str] = field(default_factory=list)
+    """Some of the tensors of the update that the model's loading code did not read."""
     share: tuple[int, int] = (0, 1)
     """The tensors that the TP rank has verified: first position and step, see `checksum.verified_share`."""
 
@@ -68,8 +70,10 @@ class SharedReports:
         start = self._checksums_start(report_slot)
         self._memory[start : start + len(raw_checksums)] = raw_checksums
         raw_report = json.dumps(asdict(report)).encode()
-        if len(raw_report) > REPORT_BYTES:  # JSON escapes made the error text longer
-            short = dataclasses.replace(report, error="see the server's log", trace=None, unwritten=[])
+        if len(raw_report) > REPORT_BYTES:  # long names, or JSON escapes in the error text
+            short = dataclasses.replace(
+                report, error="see the server's log", trace=None, unwritten=[], unread=report.unread[:10]
+            )
             raw_report = json.dumps(asdict(short)).encode()
         report_start = report_slot * REPORT_BYTES
         self._memory[report_start : report_start + REPORT_BYTES] = raw_report.ljust(REPORT_BYTES, b"\0")

@@ -33,10 +33,6 @@ class PartialModuleError(Exception):
     """An update has some tensors of a module of vLLM and lacks others."""
 
 
-class SkippedTensorError(Exception):
-    """The model's loader has ignored tensors of an update without an error."""
-
-
 def forget_expert_kernels(model: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Make vLLM pack the experts again at their next load. Returns what `put_back_expert_kernels` needs."""
     kernels = {}
@@ -146,24 +142,6 @@ def require_whole_modules(model: nn.Module, names: Iterable[str]) -> None:
         needed = {f"{start}{sibling}.{leaf}" for sibling in fused.get(part, [part]) for leaf in tensors}
         if missing := sorted(needed - given):
             raise PartialModuleError(f"the update has {name!r} without {missing}, which vLLM loads together")
-
-
-def find_skipped(model: nn.Module, names: Iterable[str], untouched: Iterable[str]) -> list[str]:
-    """Tensors among `names` that the model's loader has skipped: their modules of vLLM are among `untouched`.
-
-    Some models take only the names that they know, and ignore others without an error. In vLLM, the weights of a module
-    that can have LoRA adapters are in its part `base_layer`, and those of experts are in their part `routed_experts`.
-    """
-    wholes = _fused_modules(model)
-    old = {name.removesuffix(".base_layer").removesuffix(".routed_experts") for name in untouched}
-    skipped = []
-    for name in names:
-        before, experts, _ = name.partition(EXPERTS)
-        parent, _, part = name.rpartition(".")[0].rpartition(".")
-        path = f"{before}{experts.rstrip('.')}" if experts else f"{parent}.{wholes.get(part, part)}".lstrip(".")
-        if path in old:
-            skipped.append(name)
-    return skipped
 
 
 def in_module_order(model: nn.Module, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.progress import CHECKSUM_READER
 from verl_server.weights.double_buffer.reader import RECLAIM_TIMEOUT_S, BucketReader
 from verl_server.weights.double_buffer.writer import BucketWriter
+from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks
 from verl_server.weights.update.report_checks import verify_reports
 from verl_server.weights.update.server_session import OpenedUpdate
@@ -107,11 +108,11 @@ class BufferFiller:
             raise self._error
         self._writer.finish()
 
-    def report_error(self, names: Sequence[str], is_whole: bool, timeout_s: float) -> VerlServerError | None:
+    def report_error(self, names: Sequence[str], manifest: Manifest, timeout_s: float) -> VerlServerError | None:
         """On the leader: what is wrong with the reports of the TP ranks that this double buffer serves, or None.
 
-        `names`: the tensors in the order in which they were written. `is_whole`: they are the whole model. `timeout_s`:
-        seconds to wait for the checksums.
+        `names`: the tensors in the order in which they were written. `timeout_s`: seconds to wait for the
+        checksums.
         """
         if not self._role.is_lead_writer:
             return None
@@ -124,7 +125,8 @@ class BufferFiller:
         }
         try:
             checksums = [] if self._checksums is None else _checksums_of(self._checksums, timeout_s)
-            verify_reports(reports, attempt, checksums, is_whole=is_whole)
+            is_whole = manifest.is_whole(names)
+            verify_reports(reports, attempt, checksums, is_whole=is_whole, optional=manifest.not_required)
         except VerlServerError as error:
             return error
         return None

@@ -32,6 +32,7 @@ from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError,
 from verl_server.types import Json
 from verl_server.weights.checksum import choose_algorithm
 from verl_server.weights.layout import tensor_bytes
+from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import Sender, UpdateAttempt
 from verl_server.weights.update.report_checks import verify_reports
 from verl_server.weights.update.request import ValidatedUpdate, result_message, torn_error
@@ -52,8 +53,8 @@ class StagedUpdate:
     """Names of the tensors, in the order of the layout."""
     checksums: Sequence[int]
     """Checksum of each staged tensor. Empty without verification."""
-    num_missing: int
-    """Number of tensors of the model that the update lacks. If 0, it must write every parameter of the servers."""
+    manifest: Manifest
+    """The model. An update of the whole model must write every parameter of the servers."""
     load_started: threading.Event = field(default_factory=threading.Event)
     """Event that is set when a server may hold a part of the update."""
 
@@ -70,7 +71,7 @@ def commit(
     validated: ValidatedUpdate,
     publish: Callable[[Sequence[int]], None],
     *,
-    num_missing: int,
+    manifest: Manifest,
     weights_are_torn: bool,
     load_started: threading.Event | None = None,
     resumes: bool = True,
@@ -78,8 +79,7 @@ def commit(
     """Make the servers load the tensors `names`, in the order of the layout, which are staged in the sender's arena.
 
     `checksums`: checksum of each of them, empty without verification. `publish` is called with the checksums when all
-    servers have verified the update and before generation continues. `num_missing`: number of tensors of the model that
-    the update lacks.
+    servers have verified the update and before generation continues. `manifest`: that of the model.
     `weights_are_torn`: the servers held torn weights before the update. `load_started` is set when a server may hold a
     part of the update. `resumes`: whether generation continues after a success. If False, the caller calls
     `resume_published`.
@@ -90,7 +90,7 @@ def commit(
     only with whole weights: after a success, or when nothing was loaded and the weights were whole before.
     """
     load_started = load_started or threading.Event()
-    update = StagedUpdate(servers, sender, validated, names, checksums, num_missing, load_started)
+    update = StagedUpdate(servers, sender, validated, names, checksums, manifest, load_started)
     attempt = update.new_attempt()
     started = time.monotonic()
     try:
@@ -160,7 +160,11 @@ def leave_out_failed(servers: UpdatableServers, error: VerlServerError) -> bool:
 
 
 def replay(
-    servers: UpdatableServers, sender: Sender, validated: ValidatedUpdate, published_checksums: Mapping[str, int]
+    servers: UpdatableServers,
+    sender: Sender,
+    validated: ValidatedUpdate,
+    published_checksums: Mapping[str, int],
+    manifest: Manifest,
 ) -> None:
     """Load the published weights into servers that missed their update, if the same weights are still staged.
 
@@ -169,7 +173,7 @@ def replay(
     """
     names = sender.layout.in_order(list(published_checksums))
     expected = [published_checksums[name] for name in names]
-    update = StagedUpdate(servers, sender, validated, names, expected, num_missing=0)
+    update = StagedUpdate(servers, sender, validated, names, expected, manifest)
     attempt = UpdateAttempt(uuid.uuid4().hex, names, verify=True, members=servers.members)
     with prepare(update, attempt):
         servers.pause(validated.pause_mode)
@@ -237,7 +241,13 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
             update.load_started.set()
             with load_in_background(servers, messages, validated) as loading:
                 sender.deliver(attempt, is_loading=lambda: not loading.done())
-        verify_reports(sender.reports(attempt), attempt, update.checksums, is_whole=update.num_missing == 0)
+        verify_reports(
+            sender.reports(attempt),
+            attempt,
+            update.checksums,
+            is_whole=update.manifest.is_whole(update.names),
+            optional=update.manifest.not_required,
+        )
     except (ServerDiedError, ShutDownError):
         raise  # no server is left whose weights could be torn
     except VerlServerError as error:
@@ -285,7 +295,7 @@ def _result_of(update: StagedUpdate, load_s: float) -> Json:
         weight_version=update.validated.weight_version,
         num_tensors=len(update.names),
         num_bytes=sum(tensor_bytes(slots[name].spec) for name in update.names),
-        num_missing=update.num_missing,
+        num_missing=update.manifest.num_missing(update.names),
         transport=update.sender.name,
         staging_bytes=update.sender.layout.size_bytes,
         sent_bytes=update.sender.sent_bytes,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 
 from verl_server.errors import VerlServerError
 from verl_server.weights.checksum import shares_are_complete
 from verl_server.weights.reports import ReceivedReport
 from verl_server.weights.transports.base import UpdateAttempt, receiving_ranks
+
+logger = logging.getLogger(__name__)
 
 
 def verify_reports(
@@ -16,13 +19,15 @@ def verify_reports(
     checksums: Sequence[int],
     *,
     is_whole: bool,
+    optional: Collection[str] = (),
 ) -> None:
     """Check that every TP rank has loaded this attempt and has read what was staged.
 
     Raises VerlServerError, with the names of all servers that failed as `details["servers"]`.
 
     `reports`: report of each TP rank by its label. `checksums`: checksum of each staged tensor. `is_whole`: this is
-    an update of the whole model.
+    an update of the whole model. `optional`: names of tensors that a server need not read. `details["unread"]` of the
+    error has the names of tensors that a server did not read; nothing else is wrong then.
     """
     servers = {rank.label: rank.server for rank in receiving_ranks(attempt.members)}
     errors: dict[str, VerlServerError] = {}
@@ -32,7 +37,7 @@ def verify_reports(
         except VerlServerError as error:
             errors[label] = error
     if attempt.verify and not errors:
-        errors = _unverified_servers(reports, servers)
+        errors = _unverified_servers(reports, servers) or _servers_with_unread(reports, servers, optional, is_whole)
     if errors:
         first = next(iter(errors.values()))
         first.details["servers"] = sorted({servers[label] for label in errors if label in servers})
@@ -76,6 +81,35 @@ def _unverified_servers(
         if not shares_are_complete([*server_shares.values()])
         for label in [next(iter(server_shares))]
     }
+
+
+def _servers_with_unread(
+    reports: Mapping[str, ReceivedReport | None],
+    servers: Mapping[str, str],
+    optional: Collection[str],
+    is_whole: bool,
+) -> dict[str, VerlServerError]:
+    """An error for each server of which no TP rank has read some tensors that are not `optional`."""
+    unread: dict[str, tuple[str, set[str]]] = {}
+    for label, received in reports.items():
+        assert received is not None
+        unread.setdefault(servers.get(label, ""), (label, set(received.report.unread)))[1].intersection_update(
+            received.report.unread
+        )
+    errors: dict[str, VerlServerError] = {}
+    for label, names in unread.values():
+        if skipped := sorted(names.intersection(optional)):
+            logger.info("%s does not use %d pushed tensors, for example %s", label, len(skipped), skipped[0])
+        if ignored := sorted(names.difference(optional)):
+            errors[label] = VerlServerError(
+                f"{label} did not read {len(ignored)} of the pushed tensors, for example {ignored[0]!r}: the model "
+                "class of the inference engine ignores them, or takes them only together with others. Push all "
+                "tensors; if these are still ignored, the engine computes without them, and the policy that it serves "
+                "is another one than the trainer's (verify=False skips this check)",
+                unread=ignored,
+                is_whole=is_whole,
+            )
+    return errors
 
 
 def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:

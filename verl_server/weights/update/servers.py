@@ -62,9 +62,9 @@ class UpdatableServers(Protocol):
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         """Record that all members have loaded and verified weight version `version`. Generation is still paused.
 
-        `whole`: the update contained every parameter of the model, so a member's earlier weights do not matter.
-        `replay`: loads the same weights into other servers later, for example into a server that was started again.
-        None if the trainer does not keep them.
+        `whole`: the update contained every parameter in which a member that was started again may differ from the other
+        members, so that its earlier weights do not matter. `replay`: loads all published parameters into other servers
+        later, for example into a server that was started again. None if the trainer does not keep them.
         """
 
 

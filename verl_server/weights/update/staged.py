@@ -146,7 +146,7 @@ class StagedUpdater(WeightUpdater):
         nnodes = self.ranks.placement.nnodes
         node_leaders = range(0, len(contributions), len(contributions) // nnodes) if nnodes > 1 else ()
         require_same_names(contributions, writers=node_leaders)
-        self.require_loadable(names)
+        self.begin(names)
         servers, sender = self.ranks.servers, self._sender
         assert servers is not None
         assert sender is not None
@@ -163,6 +163,7 @@ class StagedUpdater(WeightUpdater):
             self._publish_and_resume = publish_and_resume
 
         load_started = threading.Event()
+        missing_from = self.missing_from(ordered_names)
         try:
             with self._sender_lock:
                 self._arena.write_table(ordered_names)
@@ -173,7 +174,7 @@ class StagedUpdater(WeightUpdater):
                     staged_checksums.values(ordered_names) if validated.verify else [],
                     validated,
                     publish if nnodes == 1 else publish_later,
-                    num_missing=self.manifest.num_missing(names),
+                    manifest=self.manifest,
                     weights_are_torn=self.find_torn() is not None,
                     load_started=load_started,
                     resumes=nnodes == 1,
@@ -188,9 +189,14 @@ class StagedUpdater(WeightUpdater):
             raise
         if nnodes > 1:
             self.torn = TornWeightsError("the weight update was loaded, but not all nodes have confirmed it")
+        result["missing_from"] = missing_from
         return outcome_message(
             validated, resume_error=resume_error, result=result, update_id=attempt.id, verify=validated.verify
         )
+
+    @property
+    def keeps_published(self) -> bool:
+        return self._lacking.issubset(self._published_checksums)
 
     def _complete_modules(self, names: list[str], servers: UpdatableServers) -> list[str]:
         checksums = StagedChecksums(self._arena.tensor)
@@ -211,10 +217,12 @@ class StagedUpdater(WeightUpdater):
         published = (
             {**self._published_checksums, **dict(zip(ordered_names, checksums, strict=True))} if checksums else {}
         )
-        replay = self._replay_of(validated, published) if self.manifest.is_whole(published) else None
+        keeps_all = self._lacking.union(ordered_names).issubset(published)
+        replay = self._replay_of(validated, published) if keeps_all else None
         before, self.weight_version = self.weight_version, validated.weight_version  # also if an interrupt comes now
+        is_enough = self.record_published(ordered_names)
         try:
-            servers.published(validated.weight_version, self.manifest.is_whole(ordered_names), replay)
+            servers.published(validated.weight_version, is_enough, replay)
         except ServerDiedError:  # no server has the new weights
             self.weight_version = before
             raise
@@ -231,7 +239,7 @@ class StagedUpdater(WeightUpdater):
             assert self._sender is not None
             with self._sender_lock, as_current(device):
                 self._arena.write_table(self._layout.in_order(list(checksums)))
-                replay(servers, self._sender, validated, checksums)
+                replay(servers, self._sender, validated, checksums, self.manifest)
 
         return load_published
 
@@ -271,7 +279,11 @@ class StagedUpdater(WeightUpdater):
         try:
             values = checksums.values(attempt.names) if verify else []
             verify_reports(
-                self._sender.reports(attempt), attempt, values, is_whole=self.manifest.is_whole(attempt.names)
+                self._sender.reports(attempt),
+                attempt,
+                values,
+                is_whole=self.manifest.is_whole(attempt.names),
+                optional=self.manifest.not_required,
             )
         except VerlServerError as error:
             return error

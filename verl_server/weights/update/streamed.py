@@ -153,8 +153,7 @@ class StreamedUpdater(WeightUpdater):
         self._raise_if_torn(end_outcome)
         report_error = None
         if self._filler is not None:
-            is_whole = self.manifest.is_whole(names)
-            report_error = self._filler.report_error(names, is_whole, self.ranks.timeout_s)
+            report_error = self._filler.report_error(names, self.manifest, self.ranks.timeout_s)
         outcome = self.coordinator.agree(
             f"{call_id}/confirm",
             lambda contributions: self._confirm(contributions, opened, names),
@@ -230,8 +229,7 @@ class StreamedUpdater(WeightUpdater):
         require_tensors(contributions)
         if all(contribution["is_checked"] for contribution in contributions):
             require_same_names(contributions, writers=self._own_buffer_ranks)
-        if names is not None:
-            self.require_loadable(names)
+        self.begin(names)
         assert self.ranks.servers is not None
         opened = OpenedUpdate(
             validated, uuid.uuid4().hex, self._update_number + 1, self.ranks.servers.members, time.monotonic()
@@ -277,7 +275,8 @@ class StreamedUpdater(WeightUpdater):
                 raise first_error(errors)
             self.require_loadable(names)
             self.weight_version = validated.weight_version  # also when an interrupt comes before the outcome
-            resume_error = self._session.publish_and_resume(whole=self.manifest.is_whole(names))
+            missing_from = self.missing_from(names)
+            resume_error = self._session.publish_and_resume(whole=self.record_published(names))
         except (ServerDiedError, ShutDownError):
             raise
         except VerlServerError as error:
@@ -291,6 +290,7 @@ class StreamedUpdater(WeightUpdater):
             staging_bytes=len(self._buffers.descriptions) * NUM_BUCKETS * self._buffers.layout.bucket_bytes,
             sent_bytes=0,
             load_s=time.monotonic() - self._session.pause_started,
+            missing_from=missing_from,
         )
         return outcome_message(validated, resume_error=resume_error, result=result)
 

@@ -71,8 +71,11 @@ def _check_all(
     names: list[str] = []
     seen: set[str] = set()
     has_shards = False
+    memory: dict[tuple[str, int], str] = {}
     for given_name, tensor in pairs:
         if own_names := check_tensor(given_name, tensor, manifest, seen, check_finite):
+            if not manifest.optional.issuperset(own_names):  # a tied output head
+                _require_own_memory(given_name, tensor, memory)
             names += own_names
             has_shards |= isinstance(tensor, DTensor)
     return names, has_shards
@@ -106,6 +109,24 @@ def check_tensor(
     return names
 
 
+def _require_own_memory(name: str, tensor: torch.Tensor, memory: dict[tuple[str, int], str]) -> None:
+    """Raise BadInputError if the memory of a tensor begins where that of an earlier one begins.
+
+    `memory`: the names of the earlier tensors by device and address.
+    """
+    from torch.distributed.tensor import DTensor
+
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if own.numel() == 0 or (earlier := memory.setdefault((str(own.device), own.data_ptr()), name)) == name:
+        return
+    raise BadInputError(
+        f"{name!r} and {earlier!r} have the same memory, so that both have the values that were written last. Pass a "
+        "generator that uses one buffer for all tensors itself, not list(generator). If both tensors are equal on "
+        "purpose, pass tensor.clone()",
+        name=name,
+    )
+
+
 def items_of(named_tensors: Any) -> Iterator[Any]:
     """The items of the caller's mapping or iterable, which have not been checked. Raises BadInputError for others."""
     if isinstance(named_tensors, (str, bytes)):
@@ -126,6 +147,8 @@ def validated_pair(item: Any) -> tuple[str, torch.Tensor]:
     name, tensor = item
     if not isinstance(tensor, torch.Tensor):
         cure = ": convert it with torch.from_numpy" if type(tensor).__module__ == "numpy" else ""
+        if type(tensor).__name__ == "ShardedTensor":  # FSDP1's state dict
+            cure = ": gather it first (StateDictType.FULL_STATE_DICT), or use FSDP2, whose DTensors are read in shards"
         raise BadInputError(f"{name!r} is no tensor but {type(tensor).__name__}{cure}", name=name)
     return name, tensor
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from verl_server.ranks.coordinator import RankCoordinator
 
 R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,14 @@ class WeightUpdater(ABC):
         """Version of the weights that the servers last held whole. A torn update does not change it."""
         self.torn: TornWeightsError | None = None
         """Why an update left the served weights partly new and partly old, or None. See also `find_torn`."""
+        self._in_doubt: frozenset[str] = frozenset()
+        """On rank 0: tensors of the last update, and of failed ones before it: servers may differ in them."""
+        self._needed: frozenset[str] = frozenset()
+        """On rank 0: tensors without which the update in progress would leave no server with the right weights."""
+        self._changed: frozenset[str] = frozenset()
+        """On rank 0: tensors that this engine has published. A server that loads its checkpoint again lacks them."""
+        self.starts_from_checkpoint = False
+        """Whether the servers had the weights of their checkpoint before the first update. Set by the engine."""
         self.released_memory: frozenset[str] = frozenset()
         """Parts of the servers' memory that are released. Set by the engine."""
 
@@ -147,20 +159,65 @@ class WeightUpdater(ABC):
 
     # -- for the subclasses -------------------------------------------------------------------------
 
-    def require_loadable(self, names: Sequence[str]) -> None:
-        """Raise BadInputError if SGLang would ignore some of the tensors `names`.
+    @property
+    def _lacking(self) -> frozenset[str]:
+        """The tensors that a server may lack that starts later: it has only its checkpoint."""
+        return self._changed if self.starts_from_checkpoint else self.manifest.required
 
-        Raise TornWeightsError if the served weights are torn and an update of `names` would leave them torn.
+    @property
+    def keeps_published(self) -> bool:
+        """Whether a server that starts later gets what it lacks from this trainer, without an update."""
+        return False
+
+    def begin(self, names: Sequence[str] | None) -> None:
+        """On rank 0, before servers are changed: refuse an update that cannot succeed. None: a generator's names.
+
+        Raises BadInputError and TornWeightsError, see `require_loadable`.
         """
+        servers = self.ranks.servers
+        assert servers is not None
+        if servers.undefined_weights is not None:
+            self._needed = self.manifest.required
+        else:
+            self._needed = self._in_doubt if self.torn is not None else frozenset()
+        members = servers.members
+        if members and not self.keeps_published and not any(member.is_current for member in members):
+            self._needed |= self._lacking
+        if names is not None:
+            self.require_loadable(names)
+        self._in_doubt = self._needed.union(self.manifest.tensors if names is None else names)
+
+    def require_loadable(self, names: Sequence[str]) -> None:
+        """Raise BadInputError if the servers would ignore some of the tensors `names`.
+
+        Raise TornWeightsError if no server has whole weights, and an update of `names` would not change that.
+        """
+        self.manifest.require_served(names)
         self.manifest.require_loaded_together(names)
-        missing = sorted(self.manifest.required.difference(names))
-        torn = self.find_torn()
-        if missing and torn is not None:
+        if missing := sorted(self._needed.difference(names)):
+            torn = self.find_torn() or TornWeightsError("all servers were started again with their checkpoint")
             raise TornWeightsError(
                 f"the served weights are torn and this update lacks {len(missing)} parameters, for example "
                 f"{missing[0]!r}: push all of them. Cause: {torn.message}",
                 **torn.details,
             )
+
+    def record_published(self, names: Sequence[str]) -> bool:
+        """On rank 0: servers have loaded `names`. Returns whether a server with its checkpoint has all weights now."""
+        is_enough = self.manifest.is_whole(names) or self._lacking.issubset(names)
+        self._changed = self._changed.union(names)
+        return is_enough
+
+    def missing_from(self, names: Sequence[str]) -> str | None:
+        """Where the parameters come from that an update of `names` lacks. See `WeightUpdateResult.missing_from`."""
+        missing = sorted(self.manifest.required.difference(names)) if self.manifest.num_missing(names) else []
+        if not missing:
+            return None
+        source = "checkpoint" if self.starts_from_checkpoint else "earlier weights"
+        if self._changed.issuperset(missing):
+            source = "earlier updates"
+        logger.info("%d parameters stay as they are (%s), for example %s", len(missing), source, missing[0])
+        return source
 
     def adopt_outcome(self, outcome: Json) -> None:
         """Take over the version and the state of the served weights that rank 0 sent after an update.
@@ -168,6 +225,10 @@ class WeightUpdater(ABC):
         A torn update leaves the version as it was, so that the caller can push the same version again.
         """
         self.torn = None if outcome["torn"] is None else TornWeightsError(**outcome["torn"])
+        unread = frozenset[str](() if self.torn is None else self.torn.details.get("unread", ()))
+        self._in_doubt -= unread  # they have changed nothing
+        if unread and self.torn is not None and self.torn.details["is_whole"]:
+            self.manifest = dataclasses.replace(self.manifest, unserved=self.manifest.unserved | unread)
         if self.torn is None:
             self.weight_version = outcome["weight_version"]
 
