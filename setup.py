@@ -57,6 +57,7 @@ setup(
         "renderers",
         "opentelemetry-api",
         "xxhash",
+        "zstandard",
         "packaging",
         "safetensors",
     ],
