@@ -165,7 +165,7 @@ def test_a_program_goes_on_after_a_look_at_files_that_the_policy_cannot_see(
             return "Done." + END
         tool, arguments = calls[number]
         paths = {key: f"{folders[0]}/{value}" for key, value in arguments.items() if "path" in key.lower()}
-        return call_text(tool, **{**arguments, **paths}) + END
+        return "I look.\n" + call_text(tool, **{**arguments, **paths}) + END
 
     generate = ScriptedGenerateFn(tokenizer, reply)
     limits = RolloutLimits(max_context_tokens=400_000, timeout_s=120.0)
