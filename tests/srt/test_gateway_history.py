@@ -17,11 +17,12 @@ import pytest
 import zstandard
 from agent_helpers import ScriptedGenerateFn, call_text
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
-from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
+from verl_server.tiny import make_vision_model
+from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, load_session
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("add", "sub")
@@ -33,9 +34,9 @@ TURN_START = "<|im_start|>assistant\n"
 PATHS = {"chat": "/v1/chat/completions", "anthropic": "/v1/messages", "responses": "/v1/responses"}
 
 
-def pixel(kind: str = "PNG") -> str:
+def pixel(size: int = 2) -> str:
     buffer = io.BytesIO()
-    Image.new("RGB", (2, 2)).save(buffer, kind)
+    Image.new("RGB", (size, size)).save(buffer, "PNG")
     return base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -193,6 +194,25 @@ def test_malformed_content_is_refused(gateway: Gateway, dialect: str, block: Any
     name = "input" if dialect == "responses" else "messages"
     body = {"model": "m", "max_tokens": 5, name: [{"role": "user", "content": [block]}]}
     assert post(gateway, key, PATHS[dialect], body).status_code == 400
+
+
+def test_a_policy_with_vision_keeps_its_images(tmp_path: Path) -> None:
+    processor = AutoProcessor.from_pretrained(make_vision_model(tmp_path / "model", "qwen2_5_vl"))
+    policy = Policy(processor.tokenizer)
+    policy.turns = ["Yes."]
+    limits = RolloutLimits(max_context_tokens=20_000)
+    with Gateway(policy, tmp_path / "run", renderer=get_renderer(processor), limits=limits) as gateway:
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": pixel(64)}}
+        document = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": PDF}}
+        by_url = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
+        info, key = gateway.create_session()
+        history = [{"role": "user", "content": [image, document, by_url]}]
+        history += returned("anthropic", ask(gateway, key, "anthropic", history, system=[image, document]))
+        history.append({"role": "user", "content": "b"})
+        ask(gateway, key, "anthropic", history, system=[image, document])
+        graph = graph_of(gateway, info.id)
+    assert (len(graph.leaves), len(graph.images(graph.leaves[0]))) == (1, 1)
+    assert [note.value for note in graph.notes if note.name == "omitted"] == [{"image": 2, "document": 2}]
 
 
 # -- turns that come back in another form -----------------------------------------------------------
