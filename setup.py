@@ -58,6 +58,7 @@ setup(
         "renderers",
         "opentelemetry-api",
         "xxhash",
+        "zstandard",
         "packaging",
         "safetensors",
     ],

@@ -28,23 +28,25 @@ END = "<|im_end|>"
 
 
 def install_programs() -> Path:
-    """The folder `bin` with the programs of `programs/package.json`, installed once for each state of the lock file.
+    """The folder `bin` with the programs of `programs/package.json`, installed once for each state of `programs/`.
 
     It is in the user's cache folder: local sandboxes have a `/tmp` of their own, and the checkout may be in `/tmp`.
     """
     if shutil.which("npm") is None:
         pytest.fail("the tests of agent programs need npm: install Node.js 20 or newer")
-    digest = hashlib.sha256((PACKAGES / "package-lock.json").read_bytes()).hexdigest()[:12]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(PACKAGES.iterdir()))).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_server"
     target = cache / f"programs-{digest}"
     if not target.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as name:
             folder = Path(shutil.copytree(PACKAGES, Path(name) / "programs"))
-            # The scripts of packages do not run, except the one that puts Claude Code's program for this machine there.
+            # The scripts of packages do not run, except those that put the program for this machine there. `npm ci`
+            # would refuse the lock file: not every registry has the optional packages for other machines.
             for command in (
-                ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"],
+                ["npm", "install", "--no-save", "--ignore-scripts", "--no-audit", "--no-fund"],
                 ["node", "node_modules/@anthropic-ai/claude-code/install.cjs"],
+                ["node", "node_modules/opencode-ai/postinstall.mjs"],
             ):
                 done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
                 if done.returncode:

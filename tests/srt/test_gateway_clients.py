@@ -133,12 +133,19 @@ def run_program(*command: str, given: str = "", env: dict[str, str] | None = Non
 
 
 def converse_by_program(
-    name: str, apis: tuple[str, ...], gateway: Gateway, policy: ScriptedPolicy, folder: Path
+    name: str,
+    apis: tuple[str, ...],
+    gateway: Gateway,
+    policy: ScriptedPolicy,
+    folder: Path,
+    *,
+    script: list[str] = PLAIN_SCRIPT,
+    streams: tuple[bool, ...] = (False, True),
 ) -> list[list[int]]:
     """The paths of the conversations of a program of `agent_clients/`: each API, streaming and not."""
-    policy.script, policy.prompts = PLAIN_SCRIPT, []
+    policy.script, policy.prompts = script, []
     runs, sessions = [], []
-    for api, stream in itertools.product(apis, (False, True)):
+    for api, stream in itertools.product(apis, streams):
         session, key = gateway.create_session()
         sessions.append(session.id)
         runs.append({"api": api, "stream": stream, "key": key})
@@ -161,6 +168,18 @@ def test_newest_sdks_and_litellm_as_clients(
     (leaf,) = (graph := graph_of(gateway, session.id)).leaves
     paths = converse_by_program(program, tuple(SDKS), gateway, policy, tmp_path)
     assert paths == [graph.token_ids(leaf)] * 6
+
+
+def test_litellms_bridge_between_the_apis(gateway: Gateway, policy: ScriptedPolicy, tmp_path: Path) -> None:
+    """It sends the text and the call of one turn as two items, the call before the text: the conversation is one path.
+
+    Also with a thought. It streams from the Responses API only if its own caller does.
+    """
+    for thought in ("", THOUGHT):
+        script = [thought + turn for turn in (rf"I add\.\n{CALL}", *PLAIN_SCRIPT[1:])]
+        converse_by_program(
+            "litellm_client.py", ("bridge",), gateway, policy, tmp_path, script=script, streams=(False,)
+        )
 
 
 def test_openai_agents_sdk(gateway: Gateway, policy: ScriptedPolicy, tmp_path: Path) -> None:

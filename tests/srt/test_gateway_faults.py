@@ -22,7 +22,7 @@ from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.errors import ServerDiedError, ServerError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
-from verl_server.gateway.conversation import fold_system_messages
+from verl_server.gateway.conversation import normalize_messages
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.history import meaning
@@ -360,7 +360,7 @@ def test_requests_that_are_too_large_are_refused(served: Served, path: str) -> N
 def test_thousands_of_system_messages_are_joined_at_once() -> None:
     """With a join for each message, this test needs minutes."""
     system = {"role": "system", "content": "a" * 400}
-    (message,) = fold_system_messages([{"role": "user", "content": "b"}, *[system] * 40_000])
+    (message,) = normalize_messages([{"role": "user", "content": "b"}, *[system] * 40_000])
     assert message["role"] == "user"
     assert message["content"] == "\n\n".join(["b", *["a" * 400] * 40_000])
 
@@ -491,8 +491,8 @@ MISSING, NOT_OFFERED = "the base URL must end with /v1", "the gateway does not o
         ("/v1/v1/messages", "", TWICE),
         ("/session/sk-secret/v1/v1/messages", "/session/KEY/v1/v1/messages", TWICE),
         ("/v1/session/sk-secret/v1/messages", "/v1/session/KEY/v1/messages", NOT_OFFERED),
-        ("/x//session/sk-secret/v1/messages", "/x//session/KEY/v1/messages", NOT_OFFERED),
-        ("/session//sk-secret/v1/messages", "/session/KEY/v1/messages", NOT_OFFERED),
+        ("/x//session/sk-secret/v1/messages", "/x/session/KEY/v1/messages", NOT_OFFERED),
+        ("/session//sk-secret/v1/message", "/session/KEY/v1/message", NOT_OFFERED),
         ("/session/sk-secret", "/session/KEY", NOT_OFFERED),
         ("/v1/embeddings", "", NOT_OFFERED),
         ("/embeddings", "", NOT_OFFERED),
@@ -507,7 +507,7 @@ def test_an_unknown_path_is_answered_with_the_cause(served: Served, path: str, s
     assert message.startswith(f"there is no path '{shown}': ")
     assert cause in message
     assert "secret" not in reply.text
-    assert reply.json().get("type") == ("error" if path.endswith("messages") else None), "in the form of the dialect"
+    assert reply.json().get("type") == ("error" if "messages" in path else None), "in the form of the dialect"
 
 
 @pytest.mark.parametrize("path", ["/v1" + "/" * 60_000 + "x", "/session/" * 7_000, "/v1" * 20_000 + "x"])

@@ -23,6 +23,7 @@ import orjson
 import pytest
 from agent_helpers import ScriptedGenerateFn, renderer_with_template
 from PIL import Image
+from transformers import AutoProcessor
 
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError, ServerDiedError
@@ -35,8 +36,8 @@ from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
-from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
-from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
+from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer, make_vision_model
+from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, load_session
 
 LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
 CHAT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
@@ -183,9 +184,24 @@ def test_other_formats_are_refused(content: bytes) -> None:
         require_safe_images(image_message(content), 1 << 30)
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway whose policy reads images. The images of other policies are not read at all."""
+    folder = tmp_path_factory.mktemp("vision")
+    processor = AutoProcessor.from_pretrained(make_vision_model(folder / "model", "qwen2_5_vl"))
+    policy = ScriptedGenerateFn(processor.tokenizer, lambda prompt: "yes")
+    limits = RolloutLimits(max_context_tokens=999)
+    with Gateway(policy, folder / "run", renderer=get_renderer(processor), limits=limits) as gateway:
+        yield gateway
+
+
 @pytest.mark.parametrize("size", [(60_000, 60_000), (20_000, 8_000), (65_000, 2_500)])
-def test_an_image_with_a_billion_pixels_is_refused_by_its_header(gateway: Gateway, size: tuple[int, int]) -> None:
+def test_an_image_with_a_billion_pixels_is_refused_by_its_header(
+    gateway: Gateway, seeing: Gateway, size: tuple[int, int]
+) -> None:
     _, key = gateway.create_session()
+    assert ask(gateway, key, image_message(png_header(*size))[0]["content"]).status_code == 200, "it is not read"
+    gateway, (_, key) = seeing, seeing.create_session()
     bomb = png_header(*size)
     reply = ask(gateway, key, image_message(bomb)[0]["content"])
     assert reply.status_code in (400, 413)
@@ -203,8 +219,8 @@ def webp_header(width: int, height: int) -> bytes:
     return b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WEBP" + chunks
 
 
-def test_a_webp_image_whose_memory_pillow_refuses_is_too_large(gateway: Gateway) -> None:
-    _, key = gateway.create_session()
+def test_a_webp_image_whose_memory_pillow_refuses_is_too_large(seeing: Gateway) -> None:
+    gateway, (_, key) = seeing, seeing.create_session()
     reply = ask(gateway, key, image_message(webp_header(16_000, 16_000))[0]["content"])
     assert (reply.status_code, "too many pixels" in reply.text) == (413, True)
     source = {

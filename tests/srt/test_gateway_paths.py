@@ -163,13 +163,12 @@ def test_a_thought_tells_turns_apart_that_say_the_same(
 
 
 def test_conversations_with_equal_tokens_are_told_apart_after_a_restart(make: MakeGateway) -> None:
-    """The chat template does not write the ids of calls. Turns that say the same belong to their conversations."""
+    """The chat template does not write the ids of results. Turns that say the same belong to their conversations."""
     thoughts = iter(["one", "two"])
 
     def prompt(call_id: str) -> list[Any]:
-        call = {"id": call_id, "type": "function", "function": {"name": "add", "arguments": "{}"}}
-        result = {"role": "tool", "tool_call_id": call_id, "content": "3"}
-        return [user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+        result = {"role": "tool", "tool_call_id": call_id, "content": "3"}  # of a call that the history lacks
+        return [user("a"), {"role": "assistant", "content": "I add."}, result]
 
     gateway = make(lambda prompt: f"<think>{next(thoughts)}</think>Done")
     session, key = gateway.create_session()

@@ -179,9 +179,9 @@ def test_each_message_of_a_growing_conversation_is_hashed_once(monkeypatch: pyte
     """The agents of a session take turns."""
     hashed = list[int]()
 
-    def count(digest: str, messages: Any, start: Any = None) -> Any:
+    def count(digest: str, messages: Any, *others: Any) -> Any:
         hashed.append(len(messages))
-        return conversation_keys(digest, messages, start)
+        return conversation_keys(digest, messages, *others)
 
     monkeypatch.setattr(key_memo, "conversation_keys", count)
     memo = KeyMemo()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,6 +14,8 @@ from verl_server.trajectory.rendering.messages import Message
 from verl_server.types import Json
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+LITELLM_EMPTY_TEXT = "[System: Empty message content sanitised to satisfy protocol]"
+"""What LiteLLM writes for an empty text, because Anthropic's servers refuse it: that of a turn with calls only."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,9 @@ class TurnRequest:
     messages: Sequence[Message]
     """Whole conversation as chat templates take it. Empty with `raw_prompt`."""
     tools: Sequence[Json] = ()
-    """Tools that the policy may call: `{"type": "function", "function": {name, description, parameters}}`."""
+    """Tools that the policy sees: `{"type": "function", "function": {name, description, parameters}}`."""
+    omitted_tools: Sequence[str] = ()
+    """Types of the tools that the policy does not see."""
     sampling_params: Json = field(default_factory=dict)
     """SGLang's sampling parameters that the agent has set."""
     last_thought: str = ""
@@ -35,7 +41,7 @@ class TurnRequest:
     include_usage: bool = False
     """Whether a stream of OpenAI's chat dialect ends with the numbers of tokens."""
     forced_tools: Sequence[str] | None = None
-    """Names of the tools of which the turn must call one. None: the policy chooses."""
+    """Names of the tools of which the turn must call one. None: the policy chooses. Empty: the turn has no call."""
     allows_parallel_calls: bool = True
     """Whether a turn that must call a tool may have several calls."""
     num_bytes: int = 0
@@ -135,30 +141,82 @@ def message_of(turn: AssistantTurn) -> Json:
     return message
 
 
-def fold_system_messages(messages: Sequence[Json]) -> list[Json]:
-    """The messages with system messages at the beginning only, as many chat templates need them.
+def normalize_messages(messages: Sequence[Json]) -> list[Json]:
+    """The messages in the one form in which conversations are compared, recorded and shown to the policy.
 
-    Agents also send system messages later: Claude Code sends one after the first message of the user. Such a message
-    stays at its place, as text of the user: at the end of the message of the user before it, or as its own message.
-    System messages after a first system message are joined with it.
+    - System messages are at the beginning only, as many chat templates need them. A later one, such as that of Claude
+      Code, stays at its place as text of the user: at the end of the message of the user before it, or on its own.
+    - Neighbouring assistant messages are one turn. Some clients send the text and each call of a turn on their own.
+    - The results of the calls of a turn stand in the order of the calls, and have their ids (`_with_call_ids`).
     """
     groups = list[list[Json]]()
-    """Messages whose texts are joined. The texts of a group are joined at once: there may be thousands."""
+    """Messages that are joined. The texts of a group are joined at once: there may be thousands."""
     for message in messages:
-        last = groups[-1][0] if groups else None
-        if message["role"] != "system" or last is None:
+        last, role = groups[-1][0] if groups else None, message["role"]
+        if last is not None and role == last["role"] == "assistant":
+            groups[-1].append(message)
+        elif role != "system" or last is None:
             groups.append([message])
         elif last["role"] in ("system", "user") and all(isinstance(item["content"], str) for item in (last, message)):
             groups[-1].append(message)
         else:
             groups.append([{**message, "role": "user"}])
-    return [_joined(group) for group in groups]
+    return _with_call_ids([_joined(group) for group in groups])
 
 
 def _joined(group: Sequence[Json]) -> Json:
     if len(group) == 1:
         return group[0]
-    return {**group[0], "content": "\n\n".join(message["content"] for message in group)}
+    is_turn = group[0]["role"] == "assistant"
+    texts = [message["content"] for message in group if not is_turn or message["content"] != LITELLM_EMPTY_TEXT]
+    joined = {**group[0], "content": ("" if is_turn else "\n\n").join(texts)}
+    for name in ("tool_calls", "omitted"):
+        if values := [value for message in group for value in message.get(name, ())]:
+            joined[name] = values
+    return joined
+
+
+def _with_call_ids(messages: Sequence[Json]) -> list[Json]:
+    """The messages, in which the id of a result is that of one call of the turn before, and names no other call.
+
+    Clients rewrite ids: they add a prefix, cut them, or use an id twice. A result belongs to the first call with its
+    id that has no result yet. Results with ids that no call has belong to the calls that are left, in their order.
+    """
+    named, ids, waiting = list[Json](), list[str](), dict[int, str]()
+    """Ids of the calls of the last turn, and the ids that the client has sent for calls without a result."""
+    for is_result, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        if is_result:
+            named += _match_results(list(group), ids, waiting)
+            continue
+        for message in group:
+            if message["role"] == "assistant":
+                calls = message.get("tool_calls") or ()
+                ids = [call["id"] for call in calls]
+                waiting = dict(enumerate(ids))
+                if len(set(ids)) < len(ids):
+                    ids = [f"{call_id}-{place}" for place, call_id in waiting.items()]
+                    calls = [{**call, "id": call_id} for call, call_id in zip(calls, ids, strict=True)]
+                    message = {**message, "tool_calls": calls}
+            named.append(message)
+    return named
+
+
+def _match_results(results: Sequence[Json], ids: Sequence[str], waiting: dict[int, str]) -> list[Json]:
+    """The results in the order of their calls, with the ids of the calls. Results without a call come last."""
+    places, sent = defaultdict[str, deque[int]](deque), {*ids, *waiting.values()}
+    for place, call_id in waiting.items():
+        places[call_id].append(place)
+    found = [queue.popleft() if (queue := places[result["tool_call_id"]]) else None for result in results]
+    free = iter([place for queue in places.values() for place in queue])
+    for number, result in enumerate(results):
+        if found[number] is None and result["tool_call_id"] not in sent:
+            found[number] = next(free, None)
+    matched = [(place, result) for place, result in zip(found, results, strict=True) if place is not None]
+    for place, _ in matched:
+        del waiting[place]
+    ordered = sorted(matched, key=lambda item: item[0])
+    others = [result for place, result in zip(found, results, strict=True) if place is None]
+    return [*({**result, "tool_call_id": ids[place]} for place, result in ordered), *others]
 
 
 def as_template_call(call_id: str, name: str, arguments: str | Json) -> Json:

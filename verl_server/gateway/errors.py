@@ -48,6 +48,8 @@ class ErrorKind(enum.Enum):
     PERMISSION = 403
     NOT_FOUND = 404
     TOO_LARGE = 413
+    UNSUPPORTED_ENCODING = 415
+    """The body is compressed in a way that the gateway does not know."""
     LIMIT_REACHED = 429
     """A limit of the session. Sending the request again does not help."""
     TOO_MANY_REQUESTS = 4291

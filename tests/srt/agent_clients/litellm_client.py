@@ -68,6 +68,31 @@ def converse_by_responses(stream: bool, **target: Any) -> list[str]:
     return [call["arguments"], text_of(answered), text_of(ask_responses(items, stream, **target))]
 
 
+def ask_bridge(messages: list[Any], stream: bool, **target: Any) -> list[Any]:
+    """The content blocks of a message of Anthropic's API, which LiteLLM asks for through OpenAI's Responses API."""
+    tools: Any = [{"name": "add", "description": TOOL["description"], "input_schema": TOOL["parameters"]}]
+    options: Any = {"system": SYSTEM, "tools": tools, "max_tokens": 400, "timeout": 60, **target}
+    reply: Any = litellm.anthropic.messages.create(messages=messages, stream=stream, **options)
+    return list(reply["content"])
+
+
+def converse_by_bridge(stream: bool, **target: Any) -> list[str]:
+    """The conversation with messages of Anthropic's API."""
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+
+    def ask() -> dict[str, Any]:
+        blocks = ask_bridge(messages, stream, **target)
+        messages.append({"role": "assistant", "content": blocks})
+        return {block["type"]: block for block in blocks}
+
+    call = ask()["tool_use"]
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": RESULT}
+    messages.append({"role": "user", "content": [result]})
+    answer = ask()["text"]["text"]
+    messages.append({"role": "user", "content": NEXT_QUESTION})
+    return [json.dumps(call["input"]), answer, ask()["text"]["text"]]
+
+
 def main() -> None:
     litellm.suppress_debug_info = True  # it would go to standard output
     given = json.load(sys.stdin)
@@ -76,6 +101,7 @@ def main() -> None:
         "chat": (converse_by_chat, "openai/policy", openai_url),
         "messages": (converse_by_chat, "anthropic/claude-policy", url),
         "responses": (converse_by_responses, "openai/policy", openai_url),
+        "bridge": (converse_by_bridge, "openai/policy", openai_url),
     }
     replies = []
     for run in given["runs"]:

@@ -5,12 +5,10 @@ What differs from Anthropic's own servers:
 - Thoughts of earlier turns (`thinking`, `redacted_thinking`) are dropped. The recorded tokens of a turn contain them.
   The thought of the last turn tells turns apart that say the same.
   The signature of a thought is empty and is not checked. `thinking` and `output_config.effort` have no effect.
-- A `system` message between other messages becomes text of the user at its place (`fold_system_messages`).
-- Tools that Anthropic's servers run (`web_search_...`, `code_execution_...`, `mcp_servers`) are left out: the policy
-  does not see them. Tools of Anthropic that the agent runs and that have no `input_schema` (`bash_...`,
-  `text_editor_...`, `computer_...`, `browser_...`, `memory_...`) are refused: the agent cannot act without them.
+- A `system` message between other messages becomes text of the user at its place (`normalize_messages`).
+- Tools without `input_schema` (`web_search_...`, `bash_...`, `mcp_servers`) are left out: the policy does not see them.
 - `is_error` of a result is not shown to the policy, unless the result is empty: it becomes the text `Error`.
-- Images are sent as base64. Images by URL or by file, documents and other content blocks are refused.
+- Images are sent as base64. Images by URL or by file, PDFs and other blocks become short texts (`content.py`).
 - The policy cannot be forced to continue an assistant message at the end of the conversation.
 - `disable_parallel_tool_use` is honoured for a turn that must be a tool call (`any`, `tool`), and refused with `auto`.
 - `max_tokens` may be more than the context has left: then the turn ends earlier, with the reason `max_tokens`.
@@ -23,14 +21,16 @@ from typing import Any
 
 import orjson
 
-from verl_server.gateway.conversation import AssistantTurn, TurnDelta, TurnRequest, fold_system_messages
+from verl_server.gateway.conversation import AssistantTurn, TurnDelta, TurnRequest, normalize_messages
 from verl_server.gateway.dialects.anthropic_content import (
+    parse_choice,
     parse_messages,
     parse_output_format,
     parse_system,
-    parse_tools,
+    parse_tool,
     without_billing_line,
 )
+from verl_server.gateway.dialects.content import read_tools
 from verl_server.gateway.dialects.dialect import Dialect
 from verl_server.gateway.dialects.fields import (
     bad_request,
@@ -57,6 +57,7 @@ ERROR_TYPES = {
     ErrorKind.PERMISSION: "permission_error",
     ErrorKind.NOT_FOUND: "not_found_error",
     ErrorKind.TOO_LARGE: "request_too_large",
+    ErrorKind.UNSUPPORTED_ENCODING: "invalid_request_error",
     ErrorKind.LIMIT_REACHED: "rate_limit_error",
     ErrorKind.TOO_MANY_REQUESTS: "rate_limit_error",
     ErrorKind.OVERLOADED: "overloaded_error",
@@ -80,12 +81,14 @@ class AnthropicDialect(Dialect):
 
     def parse_count(self, body: Json) -> TurnRequest:
         messages = read_objects(body, "messages", is_needed=True)
-        tools, forced_tools, allows_parallel_calls = parse_tools(body)
+        tools, omitted_tools = read_tools(read_objects(body, "tools"), parse_tool)
+        forced_tools, allows_parallel_calls = parse_choice(body, tools)
         return TurnRequest(
             model=read_text(body, "model"),
             last_thought=join_texts(find_last(messages, "role", "assistant").get("content"), "thinking", "thinking"),
-            messages=fold_system_messages([*parse_system(body.get("system")), *parse_messages(messages)]),
+            messages=normalize_messages([*parse_system(body.get("system")), *parse_messages(messages)]),
             tools=tools,
+            omitted_tools=omitted_tools,
             forced_tools=forced_tools,
             allows_parallel_calls=allows_parallel_calls,
             sampling_params=sampling_params(

@@ -14,12 +14,14 @@ from verl_server.gateway.conversation import (
     TurnDelta,
     TurnRequest,
     as_template_call,
-    fold_system_messages,
+    normalize_messages,
 )
+from verl_server.gateway.dialects.content import read_content, read_tools, tool_schema
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
     find_last,
+    join_texts,
     read_count,
     read_flag,
     read_logit_bias,
@@ -52,15 +54,17 @@ class ChatDialect(Dialect):
         refuse(body, "top_logprobs", (0,), "replies have the log probabilities of the sampled tokens only")
         for name in ("functions", "function_call"):
             refuse(body, name, ([], "auto", "none"), "use 'tools' and 'tool_choice'")
-        parsed = [derive(_parse_tool, tool) for tool in read_objects(body, "tools")]
-        tools, forced_tools = parse_openai_choice(body, parsed)
+        tools, omitted_tools = read_tools(read_objects(body, "tools"), _parse_tool)
+        forced_tools = parse_openai_choice(body, tools)
         messages = read_objects(body, "messages", is_needed=True)
-        thought = find_last(messages, "role", "assistant").get("reasoning_content")
+        last = find_last(messages, "role", "assistant")
+        thought = last.get("reasoning_content") or join_texts(last.get("content"), "thinking", "thinking")
         return TurnRequest(
             model=read_text(body, "model", default=""),
-            messages=fold_system_messages([derive(_parse_message, message) for message in messages]),
+            messages=normalize_messages([derive(_parse_message, message) for message in messages]),
             last_thought=thought if isinstance(thought, str) else "",
             tools=tools,
+            omitted_tools=omitted_tools,
             forced_tools=forced_tools,
             allows_parallel_calls=body.get("parallel_tool_calls") is not False,
             sampling_params=sampling_params(
@@ -176,65 +180,26 @@ def parse_response_format(value: Any) -> Json:
     raise bad_request("'response_format' must have the type text, json_object or json_schema")
 
 
-def _parse_tool(tool: Json) -> Json:
+def _parse_tool(tool: Json) -> Json | None:
     function = tool.get("function")
-    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if tool.get("type") not in (None, "function"):
+        return None
+    if "type" not in tool or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise bad_request('a tool must be {"type": "function", "function": {"name": ..., "parameters": {...}}}')
     return tool_schema(function["name"], function.get("description"), function.get("parameters"))
 
 
-def tool_schema(name: str, description: Any, parameters: Any) -> Json:
-    """The schema of a tool in the form that all dialects share."""
-    if not isinstance(parameters or {}, dict):
-        raise bad_request(f"the parameters of the tool {name!r} must be a JSON schema")
-    require_recordable("parameters", parameters)
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": str(description or ""),
-            "parameters": parameters or {"type": "object", "properties": {}},
-        },
-    }
-
-
 def _parse_message(message: Json) -> Json:
     role, content = message.get("role"), message.get("content")
-    parsed: Json = {"role": "system" if role == "developer" else role, "content": parse_content(content)}
+    has_images = role in ("user", "tool")
+    parsed: Json = {"role": "system" if role == "developer" else role, **read_content(content, has_images=has_images)}
     if role == "tool":
         parsed["tool_call_id"] = read_text(message, "tool_call_id")
     if role == "assistant":
-        parsed["content"] = parsed["content"] or ""
         calls = read_objects(message, "tool_calls")
         if calls:
             parsed["tool_calls"] = [_parse_call(call) for call in calls]
     return parsed
-
-
-def parse_content(content: Any) -> Any:
-    """The content of a message: a text, or a list of parts if there are images."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise bad_request("the content of a message must be a string or a list of content parts")
-    parts = [_parse_part(part) for part in content]
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
-
-
-def _parse_part(part: Json) -> Json:
-    """A content part. An image is in the request: the gateway reads no URL and no file for an agent."""
-    kind = part.get("type")
-    if kind in ("text", "refusal"):
-        return {"type": "text", "text": read_text(part, str(kind))}
-    if kind != "image_url":
-        raise bad_request(f"content parts of the type {str(kind)[:40]!r} are not supported; texts and images are")
-    image = part.get("image_url")
-    url = image.get("url") if isinstance(image, dict) else image
-    if not isinstance(url, str) or not url.startswith("data:image/"):
-        raise bad_request("'image_url' must be a data URL, data:image/png;base64,...: the gateway downloads no images")
-    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _parse_call(call: Json) -> Json:

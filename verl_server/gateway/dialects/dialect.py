@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Protocol
 
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.dialects.reply_stream import ReplyStream
 from verl_server.gateway.errors import ErrorKind, GatewayError
+from verl_server.trajectory.rendering.messages import Message
 from verl_server.types import Json
+
+
+class IssuedTurns(Protocol):
+    """The turns of a session, by the ids that their replies have."""
+
+    def find_turn(self, issued_id: str) -> AssistantTurn | None:
+        """The turn with a call or a reply of an id, without the prefix of the dialect. None without such a turn."""
+
+    def conversation_to(self, turn: AssistantTurn) -> list[Message]:
+        """The messages from the beginning of a conversation to a turn."""
 
 
 class Dialect(ABC):
@@ -18,6 +30,10 @@ class Dialect(ABC):
     """Path of the endpoint, for example `/v1/chat/completions`."""
     count_path: str | None = None
     """Path of the endpoint that counts the tokens of a prompt. None without such an endpoint."""
+
+    def resolve(self, body: Json, issued: IssuedTurns) -> Json:
+        """A body in which earlier turns stand in place of their ids. Raises GatewayError for an unknown id."""
+        return body
 
     @abstractmethod
     def parse(self, body: Json) -> TurnRequest:
@@ -55,6 +71,7 @@ OPENAI_ERROR_TYPES = {
     ErrorKind.PERMISSION: "permission_error",
     ErrorKind.NOT_FOUND: "not_found_error",
     ErrorKind.TOO_LARGE: "invalid_request_error",
+    ErrorKind.UNSUPPORTED_ENCODING: "invalid_request_error",
     ErrorKind.LIMIT_REACHED: "rate_limit_error",
     ErrorKind.TOO_MANY_REQUESTS: "rate_limit_error",
     ErrorKind.OVERLOADED: "server_error",

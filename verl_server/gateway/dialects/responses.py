@@ -1,8 +1,9 @@
 """OpenAI's `/v1/responses`, which Codex and OpenAI's Agents SDK use.
 
-The gateway stores no responses: each request has the whole conversation, and `previous_response_id` is refused. The
-fields `store`, `reasoning`, `prompt_cache_key` and `client_metadata` are ignored, and so is `include`, except that log
-probabilities are refused. `parallel_tool_calls` has an effect on a turn that must be a tool call only.
+`previous_response_id` and items of the type `item_reference` may name what the gateway has sent in the session. The
+`instructions` of an earlier request hold until a later request has others. The fields `store`, `reasoning`,
+`prompt_cache_key` and `client_metadata` are ignored, and so is `include`, except that log probabilities are refused.
+`parallel_tool_calls` has an effect on a turn that must be a tool call only.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from verl_server.gateway.conversation import AssistantTurn, TurnRequest, fold_system_messages
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest, normalize_messages
 from verl_server.gateway.dialects.chat import parse_response_format
-from verl_server.gateway.dialects.dialect import Dialect, openai_error
+from verl_server.gateway.dialects.content import read_tools
+from verl_server.gateway.dialects.dialect import Dialect, IssuedTurns, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
     read_count,
@@ -20,18 +22,19 @@ from verl_server.gateway.dialects.fields import (
     read_list,
     read_number,
     read_object,
+    read_objects,
     read_text,
     refuse,
     sampling_params,
 )
 from verl_server.gateway.dialects.reply_stream import ReplyStream
-from verl_server.gateway.dialects.responses_input import last_thought, parse_conversation, parse_tools
+from verl_server.gateway.dialects.responses_input import last_thought, parse_conversation, parse_tool, resolve_ids
 from verl_server.gateway.dialects.responses_stream import ResponseStream, output_items
 from verl_server.gateway.dialects.tool_choice import parse_openai_choice
 from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
 
-NOT_STORED = "the gateway stores no responses and no prompts; send the whole conversation in 'input'"
+NOT_STORED = "the gateway stores no conversations and no prompts; send the whole conversation in 'input'"
 LOGPROBS = "message.output_text.logprobs"
 NO_LOGPROBS = "replies have no log probabilities; the record of the session has them"
 
@@ -41,21 +44,26 @@ class ResponsesDialect(Dialect):
 
     path = "/v1/responses"
 
+    def resolve(self, body: Json, issued: IssuedTurns) -> Json:
+        return resolve_ids(body, issued)
+
     def parse(self, body: Json) -> TurnRequest:
-        for name in ("previous_response_id", "conversation", "prompt"):
+        for name in ("conversation", "prompt"):
             refuse(body, name, (), NOT_STORED)
         refuse(body, "background", (False,), "the reply to the request has the turn")
         refuse(body, "truncation", ("disabled",), "the gateway removes nothing from a conversation")
         refuse(body, "top_logprobs", (0,), NO_LOGPROBS)
         if LOGPROBS in read_list(body, "include"):
             raise bad_request(f"'include' = {LOGPROBS} is not supported: {NO_LOGPROBS}")
-        tools, forced_tools = parse_openai_choice(body, parse_tools(body))
-        messages = fold_system_messages(parse_conversation(body))
+        tools, omitted_tools = read_tools(read_objects(body, "tools"), parse_tool)
+        forced_tools = parse_openai_choice(body, tools)
+        messages = normalize_messages(parse_conversation(body))
         return TurnRequest(
             model=read_text(body, "model", default=""),
             messages=messages,
             last_thought=last_thought(body),
             tools=tools,
+            omitted_tools=omitted_tools,
             forced_tools=forced_tools,
             allows_parallel_calls=body.get("parallel_tool_calls") is not False,
             sampling_params=sampling_params(
@@ -133,7 +141,7 @@ def _response(
         "store": False,
         "temperature": params.get("temperature"),
         "text": None if "json_schema" in params else {"format": {"type": "text"}},
-        "tool_choice": "auto" if request.forced_tools is None else "required",
+        "tool_choice": "auto" if request.forced_tools is None else "required" if request.forced_tools else "none",
         "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools],
         "top_p": params.get("top_p"),
         "truncation": "disabled",

@@ -26,20 +26,20 @@ def force_call(tools: Sequence[Json], name: Any = None) -> tuple[str, ...]:
     return (name,)
 
 
-def parse_openai_choice(body: Json, tools: Sequence[Json]) -> tuple[Sequence[Json], tuple[str, ...] | None]:
-    """The tools that the policy sees, and the names of those of which the turn must call one. None: no call is forced.
+def parse_openai_choice(body: Json, tools: Sequence[Json]) -> tuple[str, ...] | None:
+    """The names of the tools of which the turn must call one. None: no call is forced. Empty: the turn has no call.
 
     A function is named in the way of chat completions, or in that of responses.
     """
     choice = body.get("tool_choice")
     if choice is None or choice == "auto":
-        return tools, None
+        return None
     if choice == "none":
-        return (), None
+        return ()
     if choice == "required":
-        return tools, force_call(tools)
+        return force_call(tools)
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = choice.get("function")
         named = function.get("name") if isinstance(function, dict) else choice.get("name")
-        return tools, force_call(tools, "" if named is None else named)
+        return force_call(tools, "" if named is None else named)
     raise bad_request(f"'tool_choice' = {str(choice)[:40]} is not supported: {SUPPORTED}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -31,11 +32,11 @@ class Access:
         another origin without a key, 404 for a path with the id of another session than that of the key.
         """
         in_path = request.path_params.get("session_key")
-        key = key_of(request.headers)
+        keys = keys_of(request.headers)
         if in_path is not None and (session_id := self._store.find_by_key(in_path)) is not None:
             return self._store.session(session_id)
-        session_id = None if key is None else self._store.find_by_key(key)
-        if session_id is None and self._needs_no_key(key, in_path):
+        session_id = self._find_session(keys)
+        if session_id is None and self._needs_no_key(*keys, in_path):
             _require_own_origin(request.headers)
             session_id = self._find_open_session()
         if session_id is None:
@@ -59,16 +60,21 @@ class Access:
         A session that has ended can be read. Raises GatewayError: 401 for a wrong key, 403 for a page of another
         origin without a key.
         """
-        key = key_of(request.headers)
-        if key is not None and (session_id := self._store.find_by_key(key)) is not None:
+        keys = keys_of(request.headers)
+        if (session_id := self._find_session(keys)) is not None:
             return [session_id]
-        if self._needs_no_key(key):
+        if self._needs_no_key(*keys):
             _require_own_origin(request.headers)
             return [info.id for info in self._store.infos() if info.id == OPEN_SESSION]
         if not self.is_admin(request):
             message = "the key is missing or wrong; enter the admin key or the key of a session"
             raise GatewayError(ErrorKind.AUTHENTICATION, message)
         return [info.id for info in self._store.infos()]
+
+    def _find_session(self, keys: Sequence[str]) -> str | None:
+        """Id of the session of the first key that is one of a session."""
+        found = (self._store.find_by_key(key) for key in keys)
+        return next((session_id for session_id in found if session_id is not None), None)
 
     def _find_open_session(self) -> str:
         """Id of the session of requests without a key, which is created. Raises GatewayError (403) if it has ended."""
@@ -90,8 +96,8 @@ class Access:
 
     def is_admin(self, request: Request) -> bool:
         """Whether the request has the key of the admin API."""
-        key, expected = key_of(request.headers), self._config.admin_key
-        return key is not None and expected is not None and hmac.compare_digest(key.encode(), expected.encode())
+        keys, expected = keys_of(request.headers), self._config.admin_key
+        return expected is not None and any(hmac.compare_digest(key.encode(), expected.encode()) for key in keys)
 
     def require_admin(self, request: Request) -> None:
         """Raise GatewayError (401) unless the request has the key of the admin API."""
@@ -123,13 +129,13 @@ def _is_loopback_host(host: str) -> bool:
         return False
 
 
-def key_of(headers: Headers) -> str | None:
-    """The key that a request carries."""
+def keys_of(headers: Headers) -> list[str]:
+    """The keys that a request carries: a program may send a key of its own beside that of the session."""
     found = dict[bytes, str]()
     for name, value in reversed(headers.raw):  # of a header that is sent twice, the first counts
         if name in (b"authorization", b"x-api-key", b"api-key"):
             found[name] = value.decode("latin-1")
     kind, _, token = found.get(b"authorization", "").partition(" ")
-    if kind.lower() == "bearer" and token.strip():
-        return token.strip()
-    return found.get(b"x-api-key") or found.get(b"api-key") or None  # the latter is the header of Azure's clients
+    bearer = token.strip() if kind.lower() == "bearer" else ""
+    keys = (bearer, found.get(b"x-api-key"), found.get(b"api-key"))  # the latter is the header of Azure's clients
+    return [key for key in keys if key]

@@ -15,8 +15,8 @@ from verl_server.errors import VerlServerError
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import TurnRequest, require_size
 from verl_server.gateway.dialects import DIALECTS
+from verl_server.gateway.dialects.content import without_images
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
-from verl_server.gateway.dialects.known_items import KnownItems
 from verl_server.gateway.errors import ErrorKind, FailureLog, GatewayError
 from verl_server.gateway.health import GatewayHealth
 from verl_server.gateway.http.access import Access
@@ -34,6 +34,7 @@ from verl_server.gateway.http.ui.routes import add_ui_routes
 from verl_server.gateway.image_check import require_safe_images
 from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.generation import Client, Generation
+from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.worker_threads import is_short_body, run_aside
@@ -94,8 +95,7 @@ async def _answer_unknown_path(request: Request, _: Exception) -> Response:
     shown = _hide_keys(path)
     message = f"there is no path {shown[:MAX_FIELD_CHARS]!r}: {_cause_of(shown)}. docs/gateway.md lists the paths"
     error = GatewayError(ErrorKind.NOT_FOUND, message)
-    dialect = next((dialect for dialect in DIALECTS if dialect.path.endswith(f"/{path.rpartition('/')[2]}")), None)
-    status, body = openai_error(error) if dialect is None else dialect.error(error)
+    status, body = _dialect_error(request, error)
     return json_response(body, status, _retry_headers(error))
 
 
@@ -107,6 +107,14 @@ def _hide_keys(path: str) -> str:
             shown.append("KEY" if is_key else part)
             is_key = not is_key and part.lower() == "session"
     return "/".join(shown)
+
+
+def _dialect_error(request: Request, error: GatewayError) -> tuple[int, Json]:
+    """HTTP status and body of an error for a request that no route of a dialect answers."""
+    names = request.scope["path"].split("/")
+    is_anthropic = "anthropic-version" in request.headers or "messages" in names
+    dialect = next((each for each in DIALECTS if is_anthropic and each.path.endswith("/messages")), DIALECTS[0])
+    return dialect.error(error)
 
 
 def _cause_of(path: str) -> str:
@@ -128,7 +136,7 @@ def _cause_of(path: str) -> str:
 
 async def _answer_wrong_method(request: Request, error: Exception) -> Response:
     found = GatewayError(ErrorKind.INVALID_REQUEST, f"this path takes no {request.method[:MAX_FIELD_CHARS]}")
-    return json_response(openai_error(found)[1], 405, getattr(error, "headers", None))
+    return json_response(_dialect_error(request, found)[1], 405, getattr(error, "headers", None))
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -169,9 +177,7 @@ def _make_handler(
                     raise
                 raw = await read_body(request, config.max_body_bytes)
                 is_short = is_short_body(len(raw))
-                turn_request, fingerprint = await run_aside(
-                    is_short, _parse_turn, dialect, key, raw, session.known_items, config
-                )
+                turn_request, fingerprint = await run_aside(is_short, _parse_turn, dialect, key, raw, session, config)
                 if not session.is_open:  # the session has ended while the body arrived
                     session = access.session_of(request)
                 request.state.session_id = session.id
@@ -197,8 +203,8 @@ def _make_count_handler(
             session = access.session_of(request)
             with session.slots.held():
                 raw = await read_body(request, config.max_body_bytes)
-                is_short, known = is_short_body(len(raw)), session.known_items
-                counted = await run_aside(is_short, _parse_count, dialect, raw, known, config)
+                is_short = is_short_body(len(raw))
+                counted = await run_aside(is_short, _parse_count, dialect, raw, session, config)
                 if not session.is_open:
                     session = access.session_of(request)
                 request.state.session_id = session.id
@@ -210,21 +216,26 @@ def _make_count_handler(
 
 
 def _parse_turn(
-    dialect: Dialect, key: str, raw: bytes, known: KnownItems, config: GatewayConfig
+    dialect: Dialect, key: str, raw: bytes, session: Session, config: GatewayConfig
 ) -> tuple[TurnRequest, bytes]:
     """The request for a turn, and its digest. `key`: the idempotency key of the request."""
-    body = parse_body(raw, known)
-    return _parse(dialect.parse, body.fields, raw, config), fingerprint_of(dialect, key, body)
+    body = parse_body(raw, session.known_items)
+    fields = dialect.resolve(body.fields, session)
+    return _parse(dialect.parse, fields, raw, session, config), fingerprint_of(dialect, key, body)
 
 
-def _parse_count(dialect: Dialect, raw: bytes, known: KnownItems, config: GatewayConfig) -> TurnRequest:
-    return _parse(dialect.parse_count, parse_body(raw, known).fields, raw, config)
+def _parse_count(dialect: Dialect, raw: bytes, session: Session, config: GatewayConfig) -> TurnRequest:
+    return _parse(dialect.parse_count, parse_body(raw, session.known_items).fields, raw, session, config)
 
 
-def _parse(parse: Callable[[Json], TurnRequest], body: Json, raw: bytes, config: GatewayConfig) -> TurnRequest:
+def _parse(
+    parse: Callable[[Json], TurnRequest], body: Json, raw: bytes, session: Session, config: GatewayConfig
+) -> TurnRequest:
     require_few_parts(body, config)
     request = parse(body)
     require_size(request, config)
+    if not session.reads_images:
+        request = without_images(request)
     require_safe_images(request.messages, config.max_image_pixels)
     return dataclasses.replace(request, num_bytes=len(raw))
 

@@ -26,6 +26,7 @@ ERRORS = {
     403: "The session has ended",
     404: "There is no such session",
     413: "The request is too large",
+    415: "The body is compressed in a way that the gateway does not know",
     429: "A limit of the session is reached",
     503: "The engine cannot generate now; send the request again",
     529: "As 503, in the dialect of Anthropic",
@@ -75,7 +76,7 @@ def _dialect_paths() -> Json:
 
 
 def _admin_paths() -> Json:
-    errors = (400, 401, 413)
+    errors = (400, 401, 413, 415)
     query: list[Json] = [
         {"name": "format", "in": "query", "schema": {"type": "string", "enum": list(RECORD_FORMATS)}},
         {"name": "model", "in": "query", "schema": {"type": "string"}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
@@ -40,6 +41,8 @@ class GatewayApp(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
         scope["app"] = self
+        if "//" in scope.get("path", ""):  # a base URL with a slash at its end
+            scope["path"] = re.sub("/{2,}", "/", scope["path"])
         await self._entry(scope, receive, send)
 
 

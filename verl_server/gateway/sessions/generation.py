@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Self
 
@@ -52,10 +51,15 @@ class Generation:
     """A turn that is being generated, and the clients that wait for it."""
 
     def __init__(
-        self, turn: TurnCoroutine, num_prompt_tokens: int, progress: TurnProgress, slots: Slots | None = None
+        self,
+        turn: TurnCoroutine,
+        num_prompt_tokens: int,
+        progress: TurnProgress,
+        slots: Slots | None = None,
+        reply_id: str = "",
     ) -> None:
         """`progress`: gets the tokens of the turn while it is generated. `slots`: each client needs a slot. The caller
-        has taken the slot of the first client.
+        has taken the slot of the first client. `reply_id`: id of the reply of a stream, before the turn has an id.
         """
         self.task = asyncio.create_task(turn)
         self.task.add_done_callback(lambda _: progress.end())
@@ -66,8 +70,7 @@ class Generation:
         self._clients = list[Client]()
         self.is_delivered = False
         """Whether a client has received the whole reply, as far as it is known. False in case of doubt."""
-        self.reply_id = secrets.token_hex(12)
-        """Id of the reply of a stream, before the turn has an id."""
+        self.reply_id = reply_id
         self.num_retries = 0
         """`Client.num_retries` of the client that joined last."""
         self.num_joins = 0
@@ -79,10 +82,10 @@ class Generation:
 
     @classmethod
     def of_recorded(
-        cls, turn: TurnCoroutine, num_prompt_tokens: int, progress: TurnProgress, slots: Slots
+        cls, turn: TurnCoroutine, num_prompt_tokens: int, progress: TurnProgress, slots: Slots, reply_id: str
     ) -> Generation:
         """A turn that was recorded for an earlier request, perhaps of an earlier process. `progress` has its node."""
-        generation = cls(turn, num_prompt_tokens, progress, slots)
+        generation = cls(turn, num_prompt_tokens, progress, slots, reply_id)
         generation.num_joins = 1
         return generation
 

@@ -13,11 +13,12 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 
-from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.conversation import LITELLM_EMPTY_TEXT, AssistantTurn, TurnRequest, normalize_messages
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.rendering.messages import Message, as_json
@@ -28,8 +29,6 @@ logger = logging.getLogger(__name__)
 Key = bytes
 ReadTurn = Callable[[Node, TurnRequest, int, Json], AssistantTurn]
 """Reads a recorded turn for a request, see `read_turn`."""
-LITELLM_EMPTY_TEXT = "[System: Empty message content sanitised to satisfy protocol]"
-"""What LiteLLM writes for an empty text, because Anthropic's servers refuse it: that of a turn with calls only."""
 
 
 def tools_digest(tools: Sequence[Json]) -> str:
@@ -37,17 +36,33 @@ def tools_digest(tools: Sequence[Json]) -> str:
     return hashlib.blake2b(as_json(list(tools)), digest_size=16).hexdigest()
 
 
-def conversation_keys(digest: str, messages: Sequence[Message], start: Key | None = None) -> list[Key]:
-    """The keys of the conversations that end with each of the messages.
+def conversation_keys(
+    digest: str, messages: Sequence[Message], start: Key | None = None, before: Sequence[Message] = ()
+) -> list[Key]:
+    """The keys of the conversations that end with each of the messages, which are normalized (`normalize_messages`).
 
-    `digest`: that of the tools (`tools_digest`). `start`: key of the conversation that the messages continue.
+    `digest`: that of the tools (`tools_digest`). `start`: key of the conversation that the messages continue. `before`:
+    the messages of this conversation, of which the last turn may have calls whose results follow.
     """
     keys = list[Key]()
     key = digest.encode() if start is None else start
+    places = _places_of_calls(last_turn(before))
     for message in messages:
-        key = hashlib.blake2b(key + as_json(meaning(message)), digest_size=16).digest()
+        key = hashlib.blake2b(key + as_json(meaning(message, places)), digest_size=16).digest()
         keys.append(key)
+        if message["role"] == "assistant":
+            places = _places_of_calls([message])
     return keys
+
+
+def last_turn(messages: Sequence[Message]) -> list[Message]:
+    """The last assistant message, if there is one."""
+    return next(([message] for message in reversed(messages) if message["role"] == "assistant"), [])
+
+
+def _places_of_calls(turn: Sequence[Message]) -> dict[str, int]:
+    """The places of the calls of a turn by their ids."""
+    return {call["id"]: place for message in turn for place, call in enumerate(message.get("tool_calls") or ())}
 
 
 def raw_prompt_key(token_ids: Sequence[int]) -> Key:
@@ -60,15 +75,20 @@ def next_branch(graph: TrajectoryGraph) -> int:
     return 1 + max((int(node.branch) for node in graph.nodes if node.branch.isdecimal()), default=-1)
 
 
-def meaning(message: Message) -> list[Any]:
-    """What a message says: without thoughts, and with the arguments of tool calls as values."""
+def meaning(message: Message, places: Mapping[str, int] = MappingProxyType({})) -> list[Any]:
+    """What a message says: without thoughts, and with the arguments of tool calls as values.
+
+    Calls have no ids, which clients rewrite: a result has the place of its call in the turn before. `places`: these
+    places, by the ids of the calls.
+    """
     role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content")
     if role == "assistant":
         text, calls = _text_of(content).strip(), message.get("tool_calls") or ()
         return [role, "" if text == LITELLM_EMPTY_TEXT else text, [_meaning_of_call(call) for call in calls]]
     if role == "tool":
-        return [role, message.get("tool_call_id"), _parts_of(content)]
+        call_id = str(message.get("tool_call_id"))
+        return [role, places.get(call_id, call_id), _parts_of(content)]
     return [role, _parts_of(content)]
 
 
@@ -97,7 +117,7 @@ def _meaning_of_call(call: Mapping[str, Any]) -> list[Any]:
             arguments = orjson.loads(arguments or "{}")
     with contextlib.suppress(RecursionError):
         arguments = _with_floats(arguments)
-    return [call.get("id"), function.get("name"), arguments]
+    return [function.get("name"), arguments]
 
 
 def _with_floats(value: Any) -> Any:
@@ -170,20 +190,24 @@ class History:
 
         `turn_message`: the message of a turn as agents repeat it, for the turn's node and the tools of its prompt.
         """
-        keys, tools = dict[int, Key](), dict[int, Sequence[Json]]()
+        keys, tools, turns = dict[int, Key](), dict[int, Sequence[Json]](), dict[int, Sequence[Message]]()
         for node in graph.nodes:
             message, start = node.message or {}, None
             if node.parent is None:
-                tools[node.id] = message.get("tools", ())
+                tools[node.id], before = message.get("tools", ()), list[Message]()
             else:
-                tools[node.id], start = tools[node.parent], keys[node.parent]
+                tools[node.id], before, start = tools[node.parent], list(turns[node.parent]), keys[node.parent]
             try:
-                messages = [turn_message(node, tools[node.id])] if node.sampled else message.get("messages", ())
+                if node.sampled:
+                    messages: Sequence[Message] = [turn_message(node, tools[node.id])]
+                else:  # an earlier version may have given other ids to the calls
+                    messages = normalize_messages([*map(dict, before), *message.get("messages", ())])[len(before) :]
             except Exception:
                 logger.exception("the turn %d of the session %s cannot be read", node.id, graph.session_id)
                 messages = ()  # no client has received the turn
+            turns[node.id] = last_turn(messages) or before
             if messages:
-                keys[node.id] = conversation_keys(tools_digest(tools[node.id]), messages, start)[-1]
+                keys[node.id] = conversation_keys(tools_digest(tools[node.id]), messages, start, before)[-1]
             else:
                 keys[node.id] = raw_prompt_key(graph.token_ids(node.id))
             self.add(keys[node.id], node.id)

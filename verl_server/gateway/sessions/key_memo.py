@@ -64,7 +64,7 @@ class KeyMemo:
             known = latest[counts.index(count)]
             keys, calls = list(known.keys[:count]), list(known.calls[:count])
         new = messages[count:]
-        keys += conversation_keys(digest, new, keys[-1] if keys else None)
+        keys += conversation_keys(digest, new, keys[-1] if keys else None, messages[:count])
         conversation = _Conversation(tools, digest, messages, [*calls, *map(_encoded_calls, new)], keys)
         others = [known for known, common in zip(latest, counts, strict=True) if common < len(known.messages)]
         self._latest = (conversation, *others[: MAX_CONVERSATIONS - 1])

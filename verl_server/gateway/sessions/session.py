@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from verl_server.agent.episodes.cursor import Cursor
@@ -27,7 +28,7 @@ from verl_server.gateway.sessions.key_memo import KeyMemo
 from verl_server.gateway.sessions.length_check import is_certainly_longer
 from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt
 from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.sessions.turn_details import REFUSED, Prompt, read_turn, record_turn
+from verl_server.gateway.sessions.turn_details import OMITTED, REFUSED, Prompt, read_turn, record_turn, reply_id_of
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
 from verl_server.gateway.turn_text.forced_calls import turn_params
 from verl_server.gateway.turn_text.sampled_calls import SampledCalls
@@ -35,7 +36,7 @@ from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
 from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.rendering.messages import Message
-from verl_server.trajectory.rendering.vision_renderer import have_images, read_images
+from verl_server.trajectory.rendering.vision_renderer import VisionRenderer, have_images, read_images
 from verl_server.types import Json
 
 
@@ -64,6 +65,8 @@ class Session:
         """Held while the prompt of a request is rendered and recorded."""
         self.known_items = KnownItems()
         """Messages and tools of the latest requests."""
+        self._reply_nodes, self._num_known_replies = dict[str, int](), 0
+        """The nodes of turns by the ids of their replies, and how many nodes were looked at for them."""
         self._closed: GatewayError | None = None
         """The error of requests after `close`."""
         if record is not None:
@@ -119,7 +122,7 @@ class Session:
         params = turn_params(self._renderer, request, preceding_ids, self._sampling)
         progress = TurnProgress(self._renderer, preceding_ids, request, params)
         turn = self._generate(prompt, params, progress)
-        return Generation(turn, self._num_tokens(prompt.cursor), progress, self.slots)
+        return Generation(turn, self._num_tokens(prompt.cursor), progress, self.slots, prompt.reply_id)
 
     def _replay(self, node: Node, request: TurnRequest) -> Generation:
         """A recorded turn as the turn of a request that was sent again."""
@@ -130,7 +133,29 @@ class Session:
         async def turn() -> AssistantTurn:
             return self._as_turn(node, request, num_prompt_tokens, {})
 
-        return Generation.of_recorded(turn(), num_prompt_tokens, progress, self.slots)
+        reply_id = reply_id_of(node) or f"{self.id}-{node.id}"
+        return Generation.of_recorded(turn(), num_prompt_tokens, progress, self.slots, reply_id)
+
+    def find_turn(self, issued_id: str) -> AssistantTurn | None:
+        """The turn with a call or a reply of an id that the gateway has issued. None without such a turn."""
+        for node in self.graph.nodes[self._num_known_replies :]:
+            if node.sampled:
+                self._reply_nodes |= {f"{self.id}-{node.id}": node.id, reply_id_of(node) or "-": node.id}
+        self._num_known_replies = len(self.graph.nodes)
+        found = self._calls.nodes.get(issued_id, self._reply_nodes.get(issued_id))
+        return None if found is None else self._as_turn(self.graph.node(found), self._request_with_tools(found), 0, {})
+
+    def conversation_to(self, turn: AssistantTurn) -> list[Message]:
+        """The messages from the beginning of a conversation to a turn."""
+        tools, messages = self._request_with_tools(turn.node).tools, list[Message]()
+        for node in self.graph.path(turn.node):
+            found = (node.message or {}).get("messages", ())
+            messages += [self._message_of(node, tools)] if node.sampled else found
+        return messages
+
+    def _request_with_tools(self, node: int) -> TurnRequest:
+        """A request with the tools of the conversation of a node."""
+        return TurnRequest("", (), (self.graph.path(node)[0].message or {}).get("tools", ()))
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt that `start_turn` would give to the engine, also of a prompt without room."""
@@ -157,6 +182,11 @@ class Session:
     async def wait_for_turns(self) -> None:
         """Wait until all turns have ended, after `close`."""
         await asyncio.gather(*(generation.task for generation in self._turns), return_exceptions=True)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the policy reads images."""
+        return isinstance(self._renderer, VisionRenderer)
 
     @property
     def failure(self) -> Exception | None:
@@ -204,6 +234,8 @@ class Session:
             is_limited = limit == "max_context_tokens" or not is_root
             if is_limited and await is_certainly_longer(self._renderer, messages, remaining):
                 raise self._refuse(cursor.leaf, limit, None)
+            omitted = Counter(kind for message in messages for kind in message.get(OMITTED, ()))
+            omitted.update(f"tool {kind}" for kind in (request.omitted_tools if is_root else ()))
             messages, token_ids = await self._render(cursor, messages, request)
             self._require_open()
             self._state.has_images |= have_images(messages, self._renderer)
@@ -221,6 +253,8 @@ class Session:
                 self._require_open()
             # A prompt with equal tokens that the history does not know has other messages, which are recorded, too.
             cursor.add_context(token_ids, content, digest, is_new=self.record is not None)
+            if omitted:
+                self._state.record.add_note(cursor.leaf, OMITTED, dict(omitted))
             cursor.fork_reason = ForkReason.SAMPLE  # of another turn after this prompt
         self._require_open()
         assert cursor.leaf is not None
@@ -233,7 +267,10 @@ class Session:
         """The messages with their images, and their token ids at the end of a path, also if the context has no room."""
         node = None if cursor.leaf is None else self.graph.node(cursor.leaf)
         preceding = () if node is None else cursor.preceding_ids(node.id)
-        before = request.messages[: len(request.messages) - len(messages)][-1:]  # the turn whose calls have results
+        before = list(request.messages[: len(request.messages) - len(messages)][-1:])  # the calls of results
+        messages = [{key: value for key, value in message.items() if key != OMITTED} for message in messages]
+        if node is not None:
+            before[0], *messages = self._calls.as_issued(node.id, before[0], messages)
 
         def render() -> tuple[Sequence[Message], list[int]]:
             have_images(messages, self._renderer)  # refuses images that the model cannot see, before they are decoded

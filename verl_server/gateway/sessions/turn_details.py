@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl_server.agent.episodes.cursor import Cursor
 from verl_server.errors import BadInputError, ServerError
@@ -19,6 +20,8 @@ from verl_server.types import Json
 
 REFUSED = "refused"
 """Name of the notes in a record about prompts that do not fit."""
+OMITTED = "omitted"
+"""Name of the notes about what the policy does not see of a prompt: how often each type of parts and tools."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +34,30 @@ class Prompt:
     request: TurnRequest
     fingerprint: bytes
     """Digest of the request, by which a request that is sent again is recognised."""
+    reply_id: str = field(default_factory=lambda: secrets.token_hex(12))
+    """Id of the reply of a stream, before the turn has an id."""
 
 
-def turn_details(request: TurnRequest, fingerprint: bytes, reply: Json, started_at: float) -> Json:
+def turn_details(prompt: Prompt, reply: Json, started_at: float) -> Json:
     """Keys for the recorded message of a turn.
 
     `stop_sequence`: the stop sequence at which the turn ended, if there is one. `request`: the digest of the request,
-    by which a repeated request is recognised, what labels of conversations depend on (`conversation_kinds.py`), and the
-    times of the turn, which exports read: `started_at`, seconds since 1970, and `duration_s`. Records of earlier
-    versions have no times.
+    by which a repeated request is recognised, the id of its reply (`reply`), what labels of conversations depend on
+    (`conversation_kinds.py`), and the times of the turn, which exports read: `started_at`, seconds since 1970, and
+    `duration_s`. Records of earlier versions have no times.
     """
     matched = (reply["meta_info"].get("finish_reason") or {}).get("matched")
-    asked: Json = {"digest": fingerprint.hex(), "model": request.model}
+    request = prompt.request
+    asked: Json = {"digest": prompt.fingerprint.hex(), "reply": prompt.reply_id, "model": request.model}
     if (max_new_tokens := request.sampling_params.get("max_new_tokens")) is not None:
         asked["max_new_tokens"] = max_new_tokens
     asked |= {"started_at": round(started_at, 6), "duration_s": round(max(time.time() - started_at, 0.0), 6)}
     return {"request": asked, **({"stop_sequence": matched} if isinstance(matched, str) else {})}
+
+
+def reply_id_of(node: Node) -> str:
+    """Id of the reply of a recorded turn, if it was streamed. Empty for records of earlier versions."""
+    return str((node.message or {}).get("request", {}).get("reply", ""))
 
 
 def read_turn(
@@ -75,7 +86,7 @@ def read_turn(
 
 def record_turn(prompt: Prompt, reply: Json, started_at: float) -> Node:
     """Record the reply of the engine. Raises ServerError for a reply that the record refuses, for example with NaN."""
-    details = turn_details(prompt.request, prompt.fingerprint, reply, started_at)
+    details = turn_details(prompt, reply, started_at)
     try:
         return prompt.cursor.add_turn(reply, details)
     except BadInputError as error:  # it is no mistake of the agent

@@ -47,7 +47,7 @@ def turn_params(renderer: ChatRenderer, request: TurnRequest, preceding_ids: Seq
     calls of the model family have another format than that of Hermes.
     """
     params = dict(request.sampling_params)
-    if request.forced_tools is not None and not any(session.get(name) for name in GRAMMARS):
+    if request.forced_tools and not any(session.get(name) for name in GRAMMARS):
         if not reads_hermes_calls(renderer):
             raise GatewayError(
                 ErrorKind.INVALID_REQUEST,

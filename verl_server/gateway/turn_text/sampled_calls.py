@@ -10,7 +10,8 @@ from verl_server.types import Json
 
 
 class SampledCalls:
-    """The calls of a session. An agent repeats the ids of the gateway, and some policies read the ids that they wrote.
+    """The calls of a session. Agents repeat the ids of the gateway, or other ids in their place. Some policies read the
+    ids that they wrote.
 
     The renderer of a family needs the name of the tool beside each result. Agents send the id of the call only.
     """
@@ -18,11 +19,33 @@ class SampledCalls:
     def __init__(self) -> None:
         self._sampled_ids: dict[str, str] = {}
         """Ids that the policy has sampled, by the ids of the gateway."""
+        self._ids = dict[int, list[str]]()
+        """Ids of the gateway for the calls of each turn, by the node of the turn."""
+        self.nodes = dict[str, int]()
+        """The node of the turn of each call, by the id of the gateway."""
 
     def add(self, turn: AssistantTurn) -> AssistantTurn:
         """Add the calls of a turn, which is returned."""
         self._sampled_ids |= {call.id: call.sampled_id for call in turn.tool_calls if call.sampled_id is not None}
+        if turn.tool_calls:
+            self._ids[turn.node] = [call.id for call in turn.tool_calls]
+            self.nodes |= dict.fromkeys(self._ids[turn.node], turn.node)
         return turn
+
+    def as_issued(self, node: int, turn: Message, messages: Sequence[Message]) -> list[Message]:
+        """A recorded turn and the messages after it, with the ids of the gateway. `turn`: as the agent has sent it."""
+        calls: Sequence[Json] = turn.get("tool_calls") or ()
+        issued = {call["id"]: call_id for call, call_id in zip(calls, self._ids.get(node, ()), strict=False)}
+        renamed = [{**call, "id": issued.get(call["id"], call["id"])} for call in calls]
+        return [
+            {**turn, "tool_calls": renamed} if calls else turn,
+            *(
+                {**message, "tool_call_id": issued[call_id]}
+                if (call_id := message.get("tool_call_id")) in issued
+                else message
+                for message in messages
+            ),
+        ]
 
     def as_sampled(self, before: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
         """The messages for the policy. `before`: messages before them, with the calls whose results they may have.

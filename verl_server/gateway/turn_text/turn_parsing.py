@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ SPLIT_FAMILIES = frozenset({"qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8"
 """Families of models whose thoughts and tool calls have these marks."""
 HERMES_FAMILIES = frozenset({"qwen3", "qwen3-vl"})
 """Those of them whose calls have the format of Hermes."""
+
+ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
@@ -151,5 +154,9 @@ def as_tool_uses(calls: Sequence[ParsedToolCall], turn_id: str) -> list[ToolUse]
 
 
 def call_id(turn_id: str, number: int) -> str:
-    """The id of a call: the same each time that the turn is parsed, also by another process."""
-    return "call_" + hashlib.blake2b(f"{turn_id}:{number}".encode(), digest_size=12).hexdigest()
+    """The id of a call: the same each time that the turn is parsed, also by another process.
+
+    Nine letters and digits: Mistral's API takes no other ids, and clients that shorten or clean ids leave them alone.
+    """
+    value = int.from_bytes(hashlib.blake2b(f"{turn_id}:{number}".encode(), digest_size=8).digest())
+    return "".join(ID_CHARACTERS[value // len(ID_CHARACTERS) ** place % len(ID_CHARACTERS)] for place in range(9))

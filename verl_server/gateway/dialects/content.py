@@ -1,0 +1,176 @@
+"""The content of messages, as a policy reads it: texts and images. All other parts become short texts.
+
+An agent repeats its history with each request. So a part that the policy cannot read must not be an error: all later
+requests of the conversation would fail, too. There is one rule for the parts of all dialects, also of types that are
+not known. The text is always the same, so that the conversation is recognised when the part is repeated.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl_server.gateway.conversation import TurnRequest
+from verl_server.gateway.dialects.fields import bad_request, read_text, require_recordable
+from verl_server.gateway.dialects.known_items import derive
+from verl_server.gateway.errors import GatewayError
+from verl_server.trajectory.rendering.messages import IMAGE_TYPES, Message
+from verl_server.types import Json
+
+TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Key of the text by the type of a part."""
+THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
+"""Types of thoughts. They are dropped: the recorded tokens of a turn contain its thought."""
+CALLS = ("tool_use", "tool_result")
+"""Types of the blocks of Anthropic's messages that are no content of the message around them."""
+MAX_KIND_CHARS = 40
+"""Maximum number of characters of a type in a text for the policy."""
+
+
+def read_content(content: Any, name: str = "content", *, has_images: bool = True) -> Json:
+    """`content` of a chat message: a text, or a list of parts if there are images. `omitted`: what was left out.
+
+    `content`: a text or a list of parts, of any dialect. `name`: for errors. `has_images`: whether chat templates take
+    images in such a message. Raises GatewayError for a content that is malformed.
+    """
+    if content is None or isinstance(content, str):
+        return {"content": content or ""}
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise bad_request(f"{name!r} must be a string or a list of content parts")
+    parts = [part for index, item in enumerate(content) for part in read_part(item, f"{name}[{index}]")]
+    return _joined(parts if has_images else list(map(_as_text, parts)))
+
+
+def _as_text(part: Json) -> Json:
+    return _omitted("image", "the model reads no images") if part.get("type") in IMAGE_TYPES else part
+
+
+def _joined(parts: Sequence[Json]) -> Json:
+    omitted = [part["omitted"] for part in parts if "omitted" in part]
+    shown = [{key: value for key, value in part.items() if key != "omitted"} for part in parts]
+    is_text = all(part["type"] == "text" for part in shown)
+    content: Any = "".join(part["text"] for part in shown) if is_text else shown
+    return {"content": content, "omitted": omitted} if omitted else {"content": content}
+
+
+def read_part(part: Json, name: str) -> list[Json]:
+    """The parts of a chat message for a part of any dialect. `name`: for errors. Raises GatewayError."""
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind in CALLS:
+        raise bad_request(f"'{name}.type' = {str(kind)[:MAX_KIND_CHARS]!r} is not the type of a content part")
+    if kind in TEXTS:
+        if not isinstance(text := part.get(TEXTS[kind]), str):
+            raise bad_request(f"'{name}.{TEXTS[kind]}' must be a string")
+        return [{"type": "text", "text": text}]
+    if kind in THOUGHTS:
+        return []
+    if kind in ("image", "image_url", "input_image"):
+        url = _image_url(part, name)
+        is_here = url is not None and url.startswith("data:image/")
+        image = {"type": "image_url", "image_url": {"url": url}}
+        return [image if is_here else _omitted("image", "the gateway downloads no files")]
+    return _texts_within(part, name) or [_omitted(kind, "the model cannot read it")]
+
+
+def _omitted(kind: str, reason: str) -> Json:
+    """The text in place of a part. `omitted`: its type, for the record."""
+    kind = kind.removeprefix("input_").removesuffix("_url")[:MAX_KIND_CHARS]
+    return {"type": "text", "text": f"[{kind} omitted: {reason}]", "omitted": kind}
+
+
+def _image_url(part: Json, name: str) -> str | None:
+    """The URL of an image in the form of any dialect. None for an image that is named by the id of a file."""
+    source, image = part.get("source"), part.get("image_url")
+    if isinstance(source, dict) and isinstance(source.get("type"), str):
+        if source["type"] != "base64":
+            return None
+        data = read_text(source, "data")
+        try:
+            base64.b64decode(data, validate=True)
+        except ValueError as error:
+            raise bad_request(f"'{name}.source.data' must be base64: {error}") from None
+        return f"data:{read_text(source, 'media_type')};base64,{data}"
+    url = image.get("url") if isinstance(image, dict) else image
+    if url is None and isinstance(part.get("file_id"), str):
+        return None
+    if not isinstance(url, str):
+        form = "'source' must be an object with a 'type'" if part["type"] == "image" else "'image_url' must be a URL"
+        raise bad_request(f"'{name}': {form}")
+    return url
+
+
+def _texts_within(part: Json, name: str) -> list[Json]:
+    """The parts within a part of another type, such as a document or a search result. Empty if none can be read."""
+    for holder in (part, *(value for value in part.values() if isinstance(value, dict))):
+        content, data = holder.get("content"), holder.get("file_data")
+        if holder.get("type") == "text" and isinstance(holder.get("data"), str):
+            return [{"type": "text", "text": holder["data"]}]
+        if isinstance(data, str) and data.startswith("data:text/") and (text := _decoded(data)) is not None:
+            return [{"type": "text", "text": text}]
+        if isinstance(content, str) and content:
+            return [{"type": "text", "text": content}]
+        if isinstance(content, list) and all(isinstance(item, dict) for item in content):
+            parts = [found for item in content for found in read_part(item, name)]
+            if not all("omitted" in found for found in parts):
+                return parts
+    return []
+
+
+def _decoded(data_url: str) -> str | None:
+    """The text of a data URL. None if it is no base64 of a text."""
+    try:
+        return base64.b64decode(data_url.partition(",")[2], validate=True).decode()
+    except ValueError:
+        return None
+
+
+def without_images(request: TurnRequest) -> TurnRequest:
+    """The request for a policy that reads no images: each image becomes a text, as other parts do."""
+    if all(isinstance(message.get("content"), str) for message in request.messages):
+        return request
+    return dataclasses.replace(request, messages=[_without_images(message) for message in request.messages])
+
+
+def _without_images(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    joined = _joined(list(map(_as_text, content)))
+    return {**message, **joined, "omitted": [*message.get("omitted", ()), *joined.get("omitted", ())]}
+
+
+def read_tools(tools: Sequence[Json], parse: Callable[[Json], Json | None]) -> tuple[list[Json], list[str]]:
+    """The schemas of the tools that the policy may call, and the types of the others, which are left out.
+
+    The policy can only call functions with JSON arguments. `parse`: a function of a module that returns None for a tool
+    of another type. Raises GatewayError.
+    """
+    schemas, omitted = list[Json](), list[str]()
+    for index, tool in enumerate(tools):
+        try:
+            schema = derive(parse, tool)
+            kind = read_text(tool, "type", default="")
+        except GatewayError as error:
+            raise bad_request(f"tools.{index}: {error.message}") from None
+        if schema is None:
+            omitted.append(kind[:MAX_KIND_CHARS])
+        else:
+            schemas.append(schema)
+    return schemas, omitted
+
+
+def tool_schema(name: str, description: Any, parameters: Any) -> Json:
+    """The schema of a tool in the form that all dialects share."""
+    if not isinstance(parameters or {}, dict):
+        raise bad_request(f"the parameters of the tool {name!r} must be a JSON schema")
+    require_recordable("parameters", parameters)
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": str(description or ""),
+            "parameters": parameters or {"type": "object", "properties": {}},
+        },
+    }
