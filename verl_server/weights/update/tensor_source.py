@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import Json, TensorSpec
 from verl_server.validation import as_pairs
+from verl_server.weights.checksum import Checksums, choose_algorithm
+from verl_server.weights.device.streams import accelerator
 from verl_server.weights.gather import require_own_shard
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.contributions import contribution_of
@@ -21,6 +23,10 @@ EXPECTED = (
     "named_tensors must be a dict of tensors by name or pairs of name and tensor, for example "
     "model.state_dict().items()"
 )
+
+
+ROWS_PER_CHECKSUM = 8192
+"""Number of rows of an embedding that are cast at once. Limits the temporary memory."""
 
 
 class TensorSource:
@@ -70,11 +76,14 @@ def _check_all(
 
     names: list[str] = []
     seen: set[str] = set()
+    tied = TiedTensors(manifest)
     has_shards = False
     for given_name, tensor in pairs:
         if own_names := check_tensor(given_name, tensor, manifest, seen, check_finite):
             names += own_names
             has_shards |= isinstance(tensor, DTensor)
+        tied.add(given_name, tensor)
+    tied.require_equal()
     return names, has_shards
 
 
@@ -88,22 +97,98 @@ def check_tensor(
     from torch.distributed.tensor import DTensor
 
     names: list[str] = []
-    served_dtype = ""
+    smallest_dtype = ""
     for name, part in manifest.checkpoint_specs(given_name, TensorSpec.of(tensor)).items():
         served = manifest.check(name, part.shape, part.dtype)
         if served is None:
             continue
         require_new_name(name, seen)
         names.append(name)
-        served_dtype = manifest.smallest_range_dtype(served)
+        smallest_dtype = manifest.narrowest.get(name, served.dtype)
     if names:
         require_dense(given_name, tensor)
         if isinstance(tensor, DTensor):
             require_own_shard(given_name, tensor)
             tensor = tensor.to_local()
-        if check_finite:
-            require_finite(given_name, tensor, served_dtype)
+        require_finite(given_name, tensor, smallest_dtype, check_finite)
     return names
+
+
+class TiedTensors:
+    """The output head and the embedding of one update, where the servers have one parameter for both.
+
+    A trainer in which the two have come apart would otherwise sample from other weights than it trains.
+    `keeps_tensors`: the tensors stay as they are until `require_equal`. Those of a generator may reuse memory, so they
+    are read at once.
+    """
+
+    def __init__(self, manifest: Manifest, *, keeps_tensors: bool = True) -> None:
+        self._manifest, self._keeps_tensors = manifest, keeps_tensors
+        self._found: dict[str, tuple[Any, torch.Tensor | list[int]]] = {}
+        """By name: how the tensor is sharded, and this rank's part of the tensor or the checksums of that."""
+
+    def add(self, given_name: str, tensor: torch.Tensor) -> None:
+        """Take note of a tensor that `check_tensor` has accepted. Raises WeightManifestError if it has no values."""
+        from torch.distributed.tensor import DTensor
+
+        if self._manifest.tied is None:
+            return
+        names = self._manifest.checkpoint_specs(given_name, TensorSpec.of(tensor))
+        for name in names.keys() & set(self._manifest.tied):
+            require_dense(given_name, tensor)
+            is_shard = isinstance(tensor, DTensor)
+            sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+            part = (tensor.to_local() if is_shard else tensor).detach()  # type: ignore[attr-defined]
+            self._found[name] = sharding, part if self._keeps_tensors else self._checksums(part)
+
+    def require_equal(self) -> None:
+        """Raise WeightManifestError if the update has an output head that is not the embedding of the update."""
+        import torch
+
+        if self._manifest.tied is None or (head := self._manifest.tied[0]) not in self._found:
+            return
+        embedding = self._manifest.tied[1]
+        meaning = f"{head!r} and {embedding!r} are one parameter in the servers (tie_word_embeddings)"
+        cure = (
+            "Tie them in the trainer as well. Or serve a checkpoint with tie_word_embeddings=false in its config.json "
+            f"and with a {head!r} of its own"
+        )
+        if embedding not in self._found:
+            raise WeightManifestError(
+                f"{meaning}, but the update has the first without the second. Push both, or {embedding!r} alone if "
+                f"they are one parameter in the trainer as well. {cure}",
+                name=head,
+            )
+        (head_sharding, first), (sharding, second) = self._found[head], self._found[embedding]
+        if head_sharding != sharding:
+            raise WeightManifestError(
+                f"{meaning}, and cannot be compared because the trainer shards them differently. Leave {head!r} out if "
+                f"they are one parameter in the trainer. {cure}",
+                name=head,
+            )
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            if _is_same_memory(first, second):
+                return
+            first, second = self._checksums(first), self._checksums(second)
+        if first != second:
+            raise WeightManifestError(f"{meaning}, but differ in this update. {cure}", name=head)
+
+    def _checksums(self, part: torch.Tensor) -> list[int]:
+        """Checksums of the rows in the dtype in which they are pushed."""
+        import torch
+
+        assert self._manifest.tied is not None
+        dtype = getattr(torch, self._manifest.tensors[self._manifest.tied[1]].dtype)
+        checksums = Checksums(choose_algorithm(), accelerator())
+        for rows in part.split(ROWS_PER_CHECKSUM):
+            checksums.add(rows.to(dtype))
+        return checksums.values()
+
+
+def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (first.data_ptr(), first.stride(), first.shape, first.dtype, first.device) == (
+        second.data_ptr(), second.stride(), second.shape, second.dtype, second.device,
+    )  # fmt: skip
 
 
 def items_of(named_tensors: Any) -> Iterator[Any]:
@@ -167,32 +252,38 @@ def require_new_name(name: str, seen: set[str]) -> None:
     seen.add(name)
 
 
-def require_finite(name: str, tensor: torch.Tensor, served_dtype: str) -> None:
-    """Raise WeightManifestError if the tensor, or this rank's shard of it, contains NaN or infinity.
+def require_finite(name: str, tensor: torch.Tensor, smallest_dtype: str, check_finite: bool) -> None:
+    """Raise WeightManifestError if finite values of the tensor, or of this rank's shard of it, become infinite.
 
-    Values that become infinite in the server's dtype `served_dtype` are refused as well.
+    `smallest_dtype`: the dtype with the smallest range to which the tensor is cast. With `check_finite`, NaN and
+    infinity are refused as well.
     """
     import torch
 
-    if tensor.is_floating_point() and tensor.numel():
-        values = tensor.detach()
-        if values.element_size() == 1:  # float8 has no arithmetic of its own
-            values = values.to(torch.bfloat16)
-        minimum, maximum = torch.aminmax(values)  # one pass over the memory; NaN propagates to both
-        if not bool(torch.isfinite(minimum) & torch.isfinite(maximum)):
-            raise WeightManifestError(
-                f"{name!r} has values that are not finite (NaN or infinity) in the trainer. Look for the training step "
-                "that made them: loss, gradients, learning rate. check_finite=False pushes them as they are",
-                name=name,
-            )
-        cast_dtype = getattr(torch, served_dtype)
-        if tensor.dtype == cast_dtype:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    cast_dtype = getattr(torch, smallest_dtype)
+    # Only weights that have diverged lie between the largest numbers of bfloat16 and of float32, which are close.
+    may_overflow = torch.finfo(tensor.dtype).max > 2 * torch.finfo(cast_dtype).max
+    if not check_finite and not may_overflow:
+        return
+    values = tensor.detach()
+    if values.element_size() == 1:  # float8 has no arithmetic of its own
+        values = values.to(torch.bfloat16)
+    minimum, maximum = torch.aminmax(values)  # one pass over the memory; NaN propagates to both
+    if not bool(torch.isfinite(minimum) & torch.isfinite(maximum)):
+        if not check_finite:
             return
-        if not bool(torch.isfinite(torch.stack([minimum, maximum]).to(cast_dtype)).all()):
-            cure = "Start the server with another dtype, for example dtype='bfloat16'. " * (served_dtype == "float16")
-            raise WeightManifestError(
-                f"{name!r} has values from {float(minimum):g} to {float(maximum):g}, some of which become infinite in "
-                f"{served_dtype}, the dtype of the server. {cure}check_finite=False pushes the infinite values",
-                name=name,
-                expected=served_dtype,
-            )
+        raise WeightManifestError(
+            f"{name!r} has values that are not finite (NaN or infinity) in the trainer. Look for the training step "
+            "that made them: loss, gradients, learning rate. check_finite=False pushes them as they are",
+            name=name,
+        )
+    if tensor.dtype != cast_dtype and not bool(torch.isfinite(torch.stack([minimum, maximum]).to(cast_dtype)).all()):
+        cure = ". Start the server with another dtype, for example dtype='bfloat16'" * (smallest_dtype == "float16")
+        raise WeightManifestError(
+            f"{name!r} has values from {float(minimum):g} to {float(maximum):g}, some of which become infinite in "
+            f"{smallest_dtype}, the dtype of the server{cure}",
+            name=name,
+            expected=smallest_dtype,
+        )
