@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 PARAMETER_DTYPES = "verl_server_parameter_dtypes"
@@ -35,37 +35,28 @@ def report_dtypes(parameters: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {"main": main, "others": {name: sorted(found) for name, found in by_pattern.items() if found != {main}}}
 
 
-class ServedDtypes:
-    """The dtypes that the servers with these reports have for each of the tensors `names` of a checkpoint."""
+def served_dtypes(reports: Iterable[Mapping[str, Any]], names: Iterable[str]) -> dict[str, set[str]]:
+    """By name of a checkpoint's tensor: the dtypes of the parameters into which the reporting servers load it.
 
-    def __init__(self, reports: Sequence[Mapping[str, Any]], names: Iterable[str]) -> None:
-        self._reports = reports
-        known = {_pattern_of(name) for name in names}
-        self._by_module: defaultdict[str, set[str]] = defaultdict(set)
-        """Dtypes of parameters that no tensor of the checkpoint is called like: SGLang computes Mamba's `mixer.A` from
-        `mixer.A_log`. They count for all tensors that are directly in the same module."""
-        for report in reports:
-            for pattern in report["others"].keys() - known:
-                self._by_module[pattern.rpartition(".")[0]].update(report["others"][pattern])
-
-    def of(self, name: str) -> set[str]:
-        """The dtypes of the parameters into which the tensor is loaded. Empty if no server reports its dtypes."""
-        pattern = _pattern_of(name)
-        found = set(self._by_module.get(pattern.rpartition(".")[0], ()))
-        for report in self._reports:
-            found.update(report["others"].get(pattern) or [report["main"]])
-        return found - {None}
+    A reported parameter without a tensor of its name counts for all tensors that are directly in the same module:
+    SGLang computes Mamba's `mixer.A` from `mixer.A_log`.
+    """
+    patterns = {name: _pattern_of(name) for name in names}
+    known, found = frozenset(patterns.values()), {name: set[str]() for name in patterns}
+    for report in reports:
+        others: Mapping[str, list[str]] = report["others"]
+        by_module: defaultdict[str, set[str]] = defaultdict(set)
+        for pattern in others.keys() - known:
+            by_module[pattern.rpartition(".")[0]].update(others[pattern])
+        main = () if report["main"] is None else (report["main"],)
+        for name, pattern in patterns.items():
+            found[name].update(others.get(pattern, main), by_module.get(pattern.rpartition(".")[0], ()))
+    return found
 
 
-def widest_dtype(dtypes: Iterable[str]) -> str:
+def widest_dtype(dtypes: set[str]) -> str:
     """The smallest float dtype to which all of `dtypes` are cast without a loss."""
-    found = set(dtypes)
-    return "float32" if found == {"float16", "bfloat16"} else max(found, key=FLOAT_DTYPES.index)
-
-
-def narrowest_dtype(dtypes: Iterable[str]) -> str:
-    """The dtype with the smallest range."""
-    return min(dtypes, key=FLOAT_DTYPES.index)
+    return "float32" if dtypes == {"float16", "bfloat16"} else max(dtypes, key=FLOAT_DTYPES.index)
 
 
 def _pattern_of(name: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadInputError
-from verl_server.platforms.parameter_dtypes import ServedDtypes, narrowest_dtype, widest_dtype
+from verl_server.platforms.parameter_dtypes import FLOAT_DTYPES, served_dtypes, widest_dtype
 from verl_server.types import Json, TensorSpec
 from verl_server.weights.checkpoint_names import CheckpointNames
 from verl_server.weights.layout import SAFETENSORS_DTYPES
@@ -44,9 +44,9 @@ def read_manifest(server_args: Mapping[str, Any], reported_dtypes: Sequence[Json
     tensors = {} if server_args.get("load_format") == "dummy" else checkpoint_tensors(server_args)
     if not tensors:
         tensors = _architecture_tensors(names, config)
-    unreported = {"main": _configured_dtype(server_args.get("dtype") or "auto", config), "others": {}}
+    unreported: Json = {"main": _configured_dtype(server_args.get("dtype") or "auto", config), "others": {}}
     reports = [report or unreported for report in reported_dtypes] or [unreported]
-    tensors, narrowest = _in_served_dtypes(tensors, ServedDtypes(reports, tensors))
+    tensors, narrowest = _in_served_dtypes(tensors, served_dtypes(reports, tensors))
     optional = _optional_names(tensors, config)
     tied = _tied_names(tensors.keys() - optional, tensors, config)
     ignored = frozenset({OUTPUT_HEAD} - tensors.keys() if tied else ())
@@ -93,7 +93,7 @@ def _tied_names(required: Iterable[str], tensors: Mapping[str, TensorSpec], conf
     if not getattr(config, "tie_word_embeddings", False):
         return None
     text = text_config(config)
-    shape = (getattr(text, "vocab_size", None), getattr(text, "hidden_size", None))
+    shape: Any = (getattr(text, "vocab_size", None), getattr(text, "hidden_size", None))
     if OUTPUT_HEAD in tensors:
         shape = tensors[OUTPUT_HEAD].shape
     embeddings = [name for name in required if tensors[name].shape == shape]
@@ -113,7 +113,7 @@ def _configured_dtype(argument: str, config: Any) -> str | None:
 
 
 def _in_served_dtypes(
-    tensors: Mapping[str, TensorSpec], served: ServedDtypes
+    tensors: Mapping[str, TensorSpec], served: Mapping[str, set[str]]
 ) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """The specs with the dtypes in which the tensors are pushed, and `Manifest.narrowest`.
 
@@ -123,17 +123,13 @@ def _in_served_dtypes(
     sizes: Counter[str] = Counter()
     for spec in tensors.values():
         sizes[spec.dtype] += math.prod(spec.shape)
-    main = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     specs, narrowest = dict(tensors), dict[str, str]()
     for name, spec in tensors.items():
-        held = served.of(name)
-        if spec.dtype not in CASTABLE_DTYPES or not held:
-            continue
-        pushed = widest_dtype(held if spec.dtype == main else held | {spec.dtype})
-        specs[name] = TensorSpec(spec.shape, pushed)
-        if (smallest := narrowest_dtype(held)) != pushed:
-            narrowest[name] = smallest
-    return specs, narrowest
+        if spec.dtype in CASTABLE_DTYPES and (held := served[name]):
+            is_main = spec.dtype == max(sizes, key=lambda dtype: sizes[dtype])
+            specs[name] = TensorSpec(spec.shape, widest_dtype(held if is_main else held | {spec.dtype}))
+            narrowest[name] = min(held, key=FLOAT_DTYPES.index)
+    return specs, {name: dtype for name, dtype in narrowest.items() if dtype != specs[name].dtype}
 
 
 def checkpoint_tensors(server_args: Mapping[str, Any]) -> dict[str, TensorSpec]:

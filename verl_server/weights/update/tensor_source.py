@@ -117,78 +117,60 @@ def check_tensor(
 class TiedTensors:
     """The output head and the embedding of one update, where the servers have one parameter for both.
 
-    A trainer in which the two have come apart would otherwise sample from other weights than it trains.
+    A trainer in which the two have come apart would otherwise train other weights than it samples from.
     `keeps_tensors`: the tensors stay as they are until `require_equal`. Those of a generator may reuse memory, so they
     are read at once.
     """
 
     def __init__(self, manifest: Manifest, *, keeps_tensors: bool = True) -> None:
         self._manifest, self._keeps_tensors = manifest, keeps_tensors
-        self._found: dict[str, tuple[Any, torch.Tensor | list[int]]] = {}
-        """By name: how the tensor is sharded, and this rank's part of the tensor or the checksums of that."""
+        self._found: dict[str, tuple[Any, Any]] = {}
+        """By name: how the tensor is sharded, and this rank's part of it or the checksums of that part."""
 
     def add(self, given_name: str, tensor: torch.Tensor) -> None:
         """Take note of a tensor that `check_tensor` has accepted. Raises WeightManifestError if it has no values."""
         from torch.distributed.tensor import DTensor
 
-        if self._manifest.tied is None:
-            return
-        names = self._manifest.checkpoint_specs(given_name, TensorSpec.of(tensor))
-        for name in names.keys() & set(self._manifest.tied):
-            require_dense(given_name, tensor)
-            is_shard = isinstance(tensor, DTensor)
-            sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-            part = (tensor.to_local() if is_shard else tensor).detach()  # type: ignore[attr-defined]
-            self._found[name] = sharding, part if self._keeps_tensors else self._checksums(part)
+        names = () if self._manifest.tied is None else self._manifest.tied
+        for name in self._manifest.checkpoint_specs(given_name, TensorSpec.of(tensor)) if names else ():
+            if name in names:
+                require_dense(given_name, tensor)
+                sharding, part = None, tensor.detach()
+                if isinstance(part, DTensor):
+                    sharding, part = (part.device_mesh, part.placements), part.to_local()
+                self._found[name] = sharding, part if self._keeps_tensors else self._checksums(part)
 
     def require_equal(self) -> None:
         """Raise WeightManifestError if the update has an output head that is not the embedding of the update."""
-        import torch
-
-        if self._manifest.tied is None or (head := self._manifest.tied[0]) not in self._found:
+        if self._manifest.tied is None or (found := self._found.get(self._manifest.tied[0])) is None:
             return
-        embedding = self._manifest.tied[1]
-        meaning = f"{head!r} and {embedding!r} are one parameter in the servers (tie_word_embeddings)"
-        cure = (
-            "Tie them in the trainer as well. Or serve a checkpoint with tie_word_embeddings=false in its config.json "
-            f"and with a {head!r} of its own"
-        )
-        if embedding not in self._found:
-            raise WeightManifestError(
-                f"{meaning}, but the update has the first without the second. Push both, or {embedding!r} alone if "
-                f"they are one parameter in the trainer as well. {cure}",
-                name=head,
-            )
-        (head_sharding, first), (sharding, second) = self._found[head], self._found[embedding]
-        if head_sharding != sharding:
-            raise WeightManifestError(
-                f"{meaning}, and cannot be compared because the trainer shards them differently. Leave {head!r} out if "
-                f"they are one parameter in the trainer. {cure}",
-                name=head,
-            )
-        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-            if _is_same_memory(first, second):
+        (sharding, values), (other_sharding, others) = found, self._found.get(self._manifest.tied[1], (None, None))
+        if others is not None and sharding == other_sharding:
+            if self._keeps_tensors and values.device == others.device and values.is_set_to(others):
                 return
-            first, second = self._checksums(first), self._checksums(second)
-        if first != second:
-            raise WeightManifestError(f"{meaning}, but differ in this update. {cure}", name=head)
+            if self._keeps_tensors:
+                values, others = self._checksums(values), self._checksums(others)
+            if values == others:
+                return
+        head, embedding = self._manifest.tied
+        problem = "lacks the second" if others is None else "has other values or shards for the first"
+        raise WeightManifestError(
+            f"{head!r} and {embedding!r} are one parameter in the servers (tie_word_embeddings), and the update "
+            f"{problem}. If they are one parameter in the trainer, push {embedding!r} alone. Otherwise tie them, or "
+            f"serve a checkpoint with tie_word_embeddings=false in its config.json and with its own {head!r}",
+            name=head,
+        )
 
     def _checksums(self, part: torch.Tensor) -> list[int]:
-        """Checksums of the rows in the dtype in which they are pushed."""
+        """Checksums of rows in the dtype in which they are pushed."""
         import torch
 
         assert self._manifest.tied is not None
         dtype = getattr(torch, self._manifest.tensors[self._manifest.tied[1]].dtype)
         checksums = Checksums(choose_algorithm(), accelerator())
-        for rows in part.split(ROWS_PER_CHECKSUM):
-            checksums.add(rows.to(dtype))
+        for start in range(0, len(part), ROWS_PER_CHECKSUM):
+            checksums.add(part[start : start + ROWS_PER_CHECKSUM].to(dtype))
         return checksums.values()
-
-
-def _is_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return (first.data_ptr(), first.stride(), first.shape, first.dtype, first.device) == (
-        second.data_ptr(), second.stride(), second.shape, second.dtype, second.device,
-    )  # fmt: skip
 
 
 def items_of(named_tensors: Any) -> Iterator[Any]:
