@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_servers_of_several_dtypes_and_values_beyond_the_checkpoints_range(
 ) -> None:
     """A float16 checkpoint, a server in bfloat16, and a second server in float32. Each rounds once."""
     folder = str(tiny("qwen3", dtype="float16", weight_std=0.1, **SIZES))
-    settings = {"model_path": folder, "max_total_tokens": 8192}
+    settings: dict[str, Any] = {"model_path": folder, "max_total_tokens": 8192}
     model = reference_model(folder)
     change_weights(model, seed=3)
     weights = model.state_dict()
