@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,13 +113,102 @@ def test_tensors_that_trainers_lack_need_not_be_pushed(tmp_path: Path) -> None:
     assert not manifest.is_whole(required - {"visual.layers.7.weight"} | mtp | optional)
 
 
-def test_a_tied_output_head_that_no_checkpoint_has_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "tie_word_embeddings": True}))
-    save_file({"model.embed_tokens.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    manifest = read_manifest({"model_path": tmp_path})
-    tensors = {"model.embed_tokens.weight": torch.zeros(2, 2), "lm_head.weight": torch.full((2, 2), torch.nan)}
-    source = TensorSource(list(tensors.items()), manifest, check_finite=True)
-    assert source.contribution["names"] == ["model.embed_tokens.weight"]
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture(params=["checkpoint with a head", "checkpoint without a head"])
+def tied_manifest(request: pytest.FixtureRequest, tmp_path: Path) -> Manifest:
+    """The manifest of a model with one parameter for output head and embedding."""
+    config = {"model_type": "qwen2", "tie_word_embeddings": True, "vocab_size": 3, "hidden_size": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    names = [EMBEDDING, "model.layers.0.mlp.up_proj.weight", *[HEAD] * (request.param == "checkpoint with a head")]
+    save_file(
+        {name: torch.zeros(3 if name in (HEAD, EMBEDDING) else 4, 2) for name in names}, tmp_path / "m.safetensors"
+    )
+    return read_manifest({"model_path": tmp_path})
+
+
+def write_generated(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Write tensors of a generator that uses one memory for all tensors."""
+    staged = {name: torch.zeros(spec.shape) for name, spec in manifest.tensors.items()}
+    buffer = torch.empty(16)
+
+    def generate() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            view = buffer[: tensor.numel()].view(tensor.shape)
+            view.copy_(tensor)
+            yield name, view
+
+    writer = ShardWriter(
+        staged.__getitem__, manifest, frozenset({0}), lambda: None,
+        gather_timeout_s=1.0, check_finite=False, writes_whole_tensors=True,
+    )  # fmt: skip
+    names = writer.write(generate())
+    assert all(torch.equal(staged[name], tensors[name]) for name in names)
+    return names
+
+
+@pytest.mark.parametrize("from_generator", [False, True])
+def test_a_tied_output_head_must_be_the_embedding(tied_manifest: Manifest, from_generator: bool) -> None:
+    """The servers have one parameter for both, so a trainer in which they have come apart cannot be served."""
+    has_head = HEAD in tied_manifest.tensors
+
+    def push(tensors: dict[str, torch.Tensor]) -> list[str]:
+        if from_generator:
+            return write_generated(tied_manifest, tensors)
+        names: list[str] = TensorSource(tensors, tied_manifest, check_finite=False).contribution["names"]
+        return names
+
+    weight = torch.randn(3, 2)
+    changed = weight.clone()
+    changed[2, 1] += 1e-3
+    assert push({EMBEDDING: weight, HEAD: weight}) == [EMBEDDING, *[HEAD] * has_head]
+    assert push({HEAD: weight.clone(), EMBEDDING: weight}) == [*[HEAD] * has_head, EMBEDDING]
+    assert push({EMBEDDING: weight}) == [EMBEDDING]
+    for differing in ({EMBEDDING: weight, HEAD: changed}, {HEAD: changed, EMBEDDING: weight}):
+        with pytest.raises(
+            WeightManifestError, match=f"'{HEAD}' and '{EMBEDDING}' are one .*has other values or shards"
+        ) as caught:
+            push(differing)
+        assert caught.value.details == {"name": HEAD}
+    with pytest.raises(WeightManifestError, match="the update lacks the second"):
+        push({HEAD: weight})
+    with pytest.raises(WeightManifestError, match=rf"'{HEAD}' has shape \[4, 2\], the model expects \[3, 2\]"):
+        push({HEAD: torch.zeros(4, 2), EMBEDDING: weight})
+
+
+def test_tied_tensors_are_compared_in_the_dtype_of_the_server(tied_manifest: Manifest) -> None:
+    """A copy of the head in float32 that rounds to the embedding in bfloat16 is the same weight for the server."""
+    tensors = dict(tied_manifest.tensors)
+    tensors[EMBEDDING] = TensorSpec((3, 2), "bfloat16")
+    manifest = dataclasses.replace(tied_manifest, tensors=tensors)
+    weight = torch.randn(3, 2)
+    assert TensorSource({EMBEDDING: weight.bfloat16(), HEAD: weight}, manifest, check_finite=False).is_checked
+
+
+REPORT = {"main": "bfloat16", "others": {"layers.*.mlp.gate.weight": ["float32"], "layers.*.mixer.A": ["float32"]}}
+
+
+def test_tensors_travel_in_the_dtypes_that_the_servers_report(tmp_path: Path) -> None:
+    """Not in those of the checkpoint. A reported parameter that the checkpoint calls otherwise widens its module."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float16"}))
+    wide = ("model.language_model.layers.3.mlp.gate.weight", "backbone.layers.1.mixer.A_log")
+    narrow = ("lm_head.weight", "model.layers.3.mlp.up_proj.weight", "backbone.layers.1.mixer.norm.weight")
+    tensors = {name: torch.zeros(2, dtype=torch.float16) for name in (*wide, *narrow)}
+    tensors |= {"model.layers.3.mlp.bias": torch.zeros(1), "positions": torch.zeros(1, dtype=torch.int64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def dtypes(*reports: Any) -> dict[str, str]:
+        return {name: spec.dtype for name, spec in read_manifest({"model_path": tmp_path}, reports).tensors.items()}
+
+    kept = {"model.layers.3.mlp.bias": "float32", "positions": "int64"}
+    assert dtypes(REPORT) == dict.fromkeys(wide, "float32") | dict.fromkeys(narrow, "bfloat16") | kept
+    assert dtypes(None) == dict.fromkeys((*wide, *narrow), "float16") | kept, "the server does not tell"
+    float16 = {"main": "float16", "others": {}}
+    assert dtypes(REPORT, float16) == dict.fromkeys((*wide, *narrow), "float32") | kept, "no server gets less"
+    mixed = read_manifest({"model_path": tmp_path}, [REPORT, float16])
+    with pytest.raises(WeightManifestError, match="become infinite in float16, the dtype of the server"):
+        TensorSource({narrow[0]: torch.tensor([1.0, 7e4])}, mixed, check_finite=False)
 
 
 def test_only_the_files_of_the_index_count(tmp_path: Path, tiny: Callable[..., Path]) -> None:

@@ -102,6 +102,9 @@ def test_an_adapter_is_merged_without_a_change_of_the_model(result: dict[str, An
 def test_an_adapter_on_a_tied_weight_is_refused(result: dict[str, Any]) -> None:
     tied = "model.embed_tokens.weight and lm_head.weight"
     assert result["adapters"]["tied"].startswith(f"UnsupportedError: an adapter changes a weight that is tied: {tied}")
+    for error in result["adapters"]["saved"].values():  # PEFT trains a copy of one of the two
+        assert error.startswith(f"UnsupportedError: modules_to_save of an adapter copies a weight that is tied: {tied}")
+    assert result["adapters"]["saved_together"] == "no error"
 
 
 @needs_trl

@@ -24,8 +24,17 @@ def adapters(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any
     return {
         "lora": push(model, LoraConfig(modules_to_save=["norm"], **lora)),
         "dora": push(model, LoraConfig(use_dora=True, **lora)),
-        "tied": error_of(lambda: refuse_tied(model)),
+        "tied": error_of(lambda: require_tied(model, LoraConfig(r=4, target_modules=["lm_head"]))),
+        "saved": {
+            name: error_of(lambda name=name: require_tied(model, saving(name))) for name in ("embed_tokens", "lm_head")
+        },
+        "saved_together": error_of(lambda: require_tied(model, saving("embed_tokens", ensure_weight_tying=True))),
     }
+
+
+def saving(module: str, **settings: Any) -> LoraConfig:
+    """An adapter that trains a copy of a whole module."""
+    return LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[module], **settings)
 
 
 def push(model: str, config: LoraConfig) -> dict[str, list[str]]:
@@ -60,8 +69,8 @@ def fill(policy: Any, part: str, change: Callable[[torch.Tensor], object]) -> No
             change(parameter)
 
 
-def refuse_tied(model: str) -> None:
-    """An adapter on the head, whose weight is that of the embedding."""
+def require_tied(model: str, config: LoraConfig) -> None:
+    """Check an adapter of a model whose head has the weight of the embedding."""
     base = AutoModelForCausalLM.from_pretrained(model, tie_word_embeddings=True)
     base.tie_weights()
-    require_mergeable(get_peft_model(base, LoraConfig(r=4, target_modules=["lm_head"])))
+    require_mergeable(get_peft_model(base, config))

@@ -22,6 +22,9 @@ class Backend(UpdatableServers, Protocol):
     def weight_version(self) -> int:
         """Version of the weights that the inference engines have when the trainer starts to use them."""
 
+    def parameter_dtypes(self) -> Sequence[Json | None]:
+        """The report of each inference engine on the dtypes of its parameters. None for one that does not tell."""
+
     def nearest_transport(self) -> str:
         """Name of the cheapest weight transport that reaches all inference engines, for as long as they are used."""
 

@@ -19,7 +19,7 @@ import orjson
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.model_files import read_model_configs
 from verl_server.adapter.sglang.pushable import require_unpacked_experts
-from verl_server.adapter.sglang.replies import prompt_limits, require_logprobs
+from verl_server.adapter.sglang.replies import parameter_dtypes, prompt_limits, require_logprobs
 from verl_server.adapter.sglang.request_fields import explain_refusal, require_known_fields
 from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.adapter.sglang.server_arguments import (
@@ -78,6 +78,9 @@ class InProcessBackend:
             raise
         except ValueError as error:
             raise BadInputError(f"SGLang refused the request: {error}") from error
+
+    def parameter_dtypes(self) -> Sequence[Json | None]:
+        return [parameter_dtypes(self._server_info)]
 
     def nearest_transport(self) -> str:
         return "shared_memory"

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.sglang.pushable import require_pushable
+from verl_server.adapter.sglang.replies import parameter_dtypes
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, require_generating_server
 from verl_server.config import AdapterConfig, EngineKind, PauseMode, RemoteServer
 from verl_server.errors import BadInputError, VerlServerError
@@ -61,6 +62,9 @@ class HttpServers:
     def adapter(self) -> HttpServerEngineAdapter:
         """The adapter of the first server."""
         return self._adapters[0]
+
+    def parameter_dtypes(self) -> Sequence[Json | None]:
+        return [parameter_dtypes(adapter.get_server_info()) for adapter in self._adapters]
 
     def nearest_transport(self) -> str:
         return "distributed" if self._remote_hosts else "shared_memory"

@@ -44,7 +44,7 @@ def start_weight_updater(
     ranks: EngineRanks, backend: Backend | None, server_args: Mapping[str, Any], config: WeightsConfig
 ) -> WeightUpdater:
     """Agree on the model's tensors and on the transport, and create the staging memory. Called on all ranks."""
-    manifest = _agree_on_manifest(ranks.coordinator, with_absolute_paths(server_args))
+    manifest = _agree_on_manifest(ranks.coordinator, backend, with_absolute_paths(server_args))
     layout = plan_arena(manifest.tensors)
 
     def decide(_: list[Json]) -> Json:
@@ -231,15 +231,18 @@ def _map_on_all_ranks(
     return mapped, everywhere
 
 
-def _agree_on_manifest(coordinator: RankCoordinator, server_args: Mapping[str, Any]) -> Manifest:
-    """The tensors that the model of rank 0's server arguments accepts, on all ranks."""
+def _agree_on_manifest(
+    coordinator: RankCoordinator, backend: Backend | None, server_args: Mapping[str, Any]
+) -> Manifest:
+    """The tensors that the model of rank 0's server arguments accepts, on all ranks. Rank 0 asks the servers."""
 
     def describe(_: list[Json]) -> Json:
-        manifest = read_manifest(server_args)
+        assert backend is not None
+        manifest = read_manifest(server_args, backend.parameter_dtypes())
         tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
         return {
             "tensors": tensors, "optional": sorted(manifest.optional), "ignored": sorted(manifest.ignored),
-            "served_dtype": manifest.served_dtype,
+            "tied": manifest.tied, "narrowest": dict(manifest.narrowest),
         }  # fmt: skip
 
     wire = coordinator.agree(coordinator.next_call_id("manifest"), describe, action_timeout_s=120.0)
@@ -248,6 +251,7 @@ def _agree_on_manifest(coordinator: RankCoordinator, server_args: Mapping[str, A
         tensors,
         frozenset(wire["optional"]),
         frozenset(wire["ignored"]),
-        wire["served_dtype"],
+        None if wire["tied"] is None else tuple(wire["tied"]),
+        wire["narrowest"],
         checkpoint_names_of(server_args),
     )

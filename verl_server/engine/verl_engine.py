@@ -184,9 +184,9 @@ class VerlEngine:
 
         `load_format`: None or "auto", kept for the historical signature. `weight_version`: above the current version;
         None: the next number. `verify`: compare checksums of the staged tensors with those that every TP rank has read,
-        and check that a whole update has written every parameter. `check_finite`: refuse NaN and infinity, also those
-        of the cast. `pause_mode`: what happens to running requests; `in_place` keeps the KV cache of the old weights
-        and needs `flush_cache=False`.
+        and check that a whole update has written every parameter. `check_finite`: refuse NaN and infinity.
+        `pause_mode`: what happens to running requests; `in_place` keeps the KV cache of the old weights and needs
+        `flush_cache=False`.
 
         Raises WeightManifestError or BadInputError before the servers are involved (they keep serving the old weights),
         TornWeightsError when the update failed half-way (push all weights again), PeerError, ServerDiedError.

@@ -45,7 +45,7 @@ def register(*, on_cpu: bool) -> None:
     if in_launcher or in_scheduler:  # the launcher may fork its workers
         for target, hook in cache_namespace.hooks().items():
             _add(target, hook, HookType.BEFORE)
-        _add(f"{_INTERNAL_STATE}.get_internal_state", http_hooks.add_released_memory, HookType.AFTER)
+        _add(f"{_INTERNAL_STATE}.get_internal_state", http_hooks.add_state, HookType.AFTER)
         if on_cpu:
             _register_scheduler()
         else:

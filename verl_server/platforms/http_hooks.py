@@ -1,4 +1,4 @@
-"""HTTP side of memory release and resume: a scheduler's refusal becomes an HTTP error, and the state is reported.
+"""HTTP side of memory release and resume: a scheduler's refusal becomes an HTTP error. And what a scheduler reports.
 
 SGLang's own functions wait for the replies of all schedulers and ignore them. It does not report which memory is
 released: several clients may release and resume the memory of one server, so that none of them knows it from its own
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from http import HTTPStatus
 from typing import Any
+
+from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES, report_dtypes
 
 RELEASED_MEMORY = "verl_server_released_memory"
 """Key of the released memory tags, in each element of `internal_states` in a reply to `/server_info`."""
@@ -32,11 +34,14 @@ async def resume(manager: Any, obj: Any, request: Any = None) -> None:
     _raise_refusal(await manager.resume_memory_occupation_communicator(obj))
 
 
-def add_released_memory(reply: Any, controller: Any, *_args: Any, **_kwargs: Any) -> None:
+def add_state(reply: Any, controller: Any, *_args: Any, **_kwargs: Any) -> None:
     """Hook after `SchedulerInternalStateController.get_internal_state`, on every platform: the state that
-    `/server_info` returns names the memory tags that are released.
+    `/server_info` returns names the memory tags that are released, and the dtypes of the model's parameters.
     """
-    reply.internal_state[RELEASED_MEMORY] = sorted(controller.scheduler.weight_updater.offload_tags)
+    scheduler = controller.scheduler
+    reply.internal_state[RELEASED_MEMORY] = sorted(scheduler.weight_updater.offload_tags)
+    model = scheduler.tp_worker.model_runner.model
+    reply.internal_state[PARAMETER_DTYPES] = report_dtypes(model.state_dict().items())
 
 
 def _raise_refusal(replies: list[Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.adapter.memory_tags import undefined_weights_reason
+from verl_server.adapter.sglang.replies import parameter_dtypes
 from verl_server.config import PauseMode, RolloutMode
 from verl_server.errors import BadInputError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.calls import FleetCalls
@@ -85,6 +86,10 @@ class ManagedBackend:
     @property
     def weight_version(self) -> int:
         return self._fleet.weight_version
+
+    def parameter_dtypes(self) -> Sequence[Json | None]:
+        """See `Backend.parameter_dtypes`. Servers that start later have the same arguments."""
+        return [parameter_dtypes(adapter.get_server_info()) for adapter in self._fleet.serving_adapters()]
 
     def nearest_transport(self) -> str:
         """The transport of the fleet's mode, or shared memory when all servers run on this machine.

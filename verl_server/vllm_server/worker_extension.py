@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES, report_dtypes
 from verl_server.vllm_server import register
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -75,9 +76,23 @@ class WorkerExtension:
         return _report(self, lambda: _try_adapter(self.model_runner.lora_manager, folder), call_id)
 
     def verl_server_memory(self, call_id: str = "") -> dict[str, Any]:
-        """What is released, the resident memory of the worker, and the modules of the checkpoint that vLLM fuses."""
+        """What is released, the resident memory of the worker, the modules of the checkpoint that vLLM fuses, and the
+        dtypes of the parameters."""
         mapping: dict[str, list[str]] = getattr(self.model_runner.model, "packed_modules_mapping", {})
-        return {**_report(self, lambda: None, call_id), "fused_modules": list(mapping.values())}
+        found: dict[str, Any] = {PARAMETER_DTYPES: None}
+        report = _report(self, lambda: found.update({PARAMETER_DTYPES: _dtypes_of(self.model_runner.model)}), call_id)
+        return {**report, **found, "fused_modules": list(mapping.values())}
+
+
+def _dtypes_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The report on the parameters as the model's loader fills them: vLLM drops weights that it has packed."""
+    from verl_server.vllm_server.loading.module_kinds import raw_parameters
+
+    return report_dtypes(
+        (f"{path}.{name}", tensor)
+        for path, module in model.named_modules()
+        for name, tensor in raw_parameters(module).items()
+    )
 
 
 def _report(worker: Any, action: Callable[[], object], call_id: str) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from verl_server.errors import BadInputError, WeightManifestError
+from verl_server.platforms.parameter_dtypes import FLOAT_DTYPES
 from verl_server.types import TensorSpec
 from verl_server.weights.checkpoint_names import CheckpointNames
 from verl_server.weights.unknown_names import explain_unknown_name
 
-CASTABLE_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
+CASTABLE_DTYPES = frozenset(FLOAT_DTYPES)
 """Dtypes that are cast to each other when a tensor is pushed, as SGLang does."""
 LOADED_TOGETHER = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 """Parts of names of tensors that SGLang 0.5.23 loads when it has got both in one update. It ignores one alone."""
@@ -22,16 +23,18 @@ class Manifest:
     """The tensors that one served model accepts."""
 
     tensors: Mapping[str, TensorSpec]
-    """Full shape and dtype of each tensor, by its name in checkpoints. The dtype is that of the checkpoint: SGLang
-    keeps some tensors of a bfloat16 model in float32, and casts the other tensors when it loads them."""
+    """Full shape and dtype of each tensor, by its name in checkpoints. A tensor is pushed in this dtype, which is that
+    of the served parameter, whatever the checkpoint has: values are rounded once. If servers have several dtypes, it is
+    one to which all of these are cast without a loss, and the servers round."""
     optional: frozenset[str] = frozenset()
     """Names in `tensors` that an update of the whole model may lack: tied output heads, tables of rotary embeddings,
     and layers for multi-token prediction."""
     ignored: frozenset[str] = frozenset()
     """Names that are not in `tensors`, may be pushed and are left out: a tied output head that no checkpoint has."""
-
-    served_dtype: str | None = None
-    """Dtype of most of the server's parameters. None: unknown."""
+    tied: tuple[str, str] | None = None
+    """Names of the output head and of the embedding, where the servers have one parameter for both."""
+    narrowest: Mapping[str, str] = field(default_factory=dict)
+    """The dtype with the smallest range that servers have for a tensor, where it is another one than in `tensors`."""
     checkpoint_names: CheckpointNames | None = field(default=None, compare=False)
     """Converts the names that a model has in the trainer. None: the names are the same."""
 
@@ -86,10 +89,6 @@ class Manifest:
         """The conversion for the trainer's tensor `name`. None for a name that checkpoints have."""
         return None if name in self.tensors or name in self.ignored else self.checkpoint_names
 
-    def smallest_range_dtype(self, spec: TensorSpec) -> str:
-        """The dtype with the smallest range among those that a tensor of `spec` is cast to before it is served."""
-        return "float16" if self.served_dtype == "float16" and spec.dtype in CASTABLE_DTYPES else spec.dtype
-
     def require_loaded_together(self, names: Iterable[str]) -> None:
         """Raise BadInputError if SGLang would ignore one of the tensors `names`, because a tensor is not among them."""
         given = set(names)
@@ -119,9 +118,10 @@ class Manifest:
 
         Raises WeightManifestError for an unknown name, another shape, or a dtype that cannot be cast.
         """
-        if name in self.ignored:
+        is_ignored = name in self.ignored
+        if is_ignored and self.tied is None:
             return None
-        spec = self.tensors.get(name)
+        spec = self.tensors.get(self.tied[1] if is_ignored and self.tied is not None else name)
         if spec is None:
             converted = () if self.checkpoint_names is None else self.checkpoint_names.model_names
             known = {*self.tensors, *self.ignored, *converted}
@@ -143,7 +143,7 @@ class Manifest:
                 expected=spec.dtype,
                 got=dtype,
             )
-        return spec
+        return None if is_ignored else spec
 
 
 def _shape_cure(shape: tuple[int, ...], expected: tuple[int, ...], dtype: str) -> str:

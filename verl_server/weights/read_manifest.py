@@ -1,19 +1,23 @@
 """Reading the manifest of a served model, before any weight is sent.
 
-The manifest is read from the headers of the checkpoint that the server loaded. Without a checkpoint (dummy weights) it
-comes from the architecture, built on torch's meta device. This runs in the trainer and reads no weights.
+Names and shapes are read from the headers of the checkpoint that the server loaded. Without a checkpoint (dummy
+weights) they come from the architecture, built on torch's meta device. The dtypes are those that the servers report for
+their parameters. This runs in the trainer and reads no weights.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadInputError
-from verl_server.types import TensorSpec
+from verl_server.platforms.parameter_dtypes import FLOAT_DTYPES, served_dtypes, widest_dtype
+from verl_server.types import Json, TensorSpec
 from verl_server.weights.checkpoint_names import CheckpointNames
 from verl_server.weights.layout import SAFETENSORS_DTYPES
 from verl_server.weights.manifest import CASTABLE_DTYPES, Manifest
@@ -27,21 +31,26 @@ INDEX_FILE = "model.safetensors.index.json"
 CONSOLIDATED_FILE = "consolidated.safetensors"
 
 
-def read_manifest(server_args: Mapping[str, Any]) -> Manifest:
-    """Read the manifest of the model that a server with these SGLang arguments serves.
+def read_manifest(server_args: Mapping[str, Any], reported_dtypes: Sequence[Json | None] = ()) -> Manifest:
+    """Read the manifest of the model that servers with these SGLang arguments serve.
 
-    Raises BadInputError if the model's configuration or its checkpoint cannot be read, and UnsupportedError if there
-    are neither checkpoint headers nor an architecture that transformers can build.
+    `reported_dtypes`: the report of each server on the dtypes of its parameters. For a server without a report they
+    come from the arguments and the checkpoint. Raises BadInputError if the model's configuration or its checkpoint
+    cannot be read, and UnsupportedError if there are neither checkpoint headers nor an architecture that transformers
+    can build.
     """
     config = read_config(server_args)
-    dtype = _served_dtype(server_args.get("dtype") or "auto", config)
     names = checkpoint_names_of(server_args)
     tensors = {} if server_args.get("load_format") == "dummy" else checkpoint_tensors(server_args)
     if not tensors:
-        tensors = _architecture_tensors(names, config, dtype)
-    ties_output_head = bool(getattr(config, "tie_word_embeddings", False))
-    ignored = frozenset({OUTPUT_HEAD} - tensors.keys() if ties_output_head else ())
-    return Manifest(tensors, _optional_names(tensors, config), ignored, dtype, names)
+        tensors = _architecture_tensors(names, config)
+    unreported: Json = {"main": _configured_dtype(server_args.get("dtype") or "auto", config), "others": {}}
+    reports = [report or unreported for report in reported_dtypes] or [unreported]
+    tensors, narrowest = _in_served_dtypes(tensors, served_dtypes(reports, tensors))
+    optional = _optional_names(tensors, config)
+    tied = _tied_names(tensors.keys() - optional, tensors, config)
+    ignored = frozenset({OUTPUT_HEAD} - tensors.keys() if tied else ())
+    return Manifest(tensors, optional, ignored, tied, narrowest, names)
 
 
 def checkpoint_names_of(server_args: Mapping[str, Any]) -> CheckpointNames:
@@ -76,7 +85,22 @@ def _optional_names(names: Iterable[str], config: Any) -> frozenset[str]:
     )
 
 
-def _served_dtype(argument: str, config: Any) -> str | None:
+def _tied_names(required: Iterable[str], tensors: Mapping[str, TensorSpec], config: Any) -> tuple[str, str] | None:
+    """The names of the output head and of the embedding of a model that has one parameter for both, else None.
+
+    The embedding is the only tensor among `required` of the head's shape.
+    """
+    if not getattr(config, "tie_word_embeddings", False):
+        return None
+    text = text_config(config)
+    shape: Any = (getattr(text, "vocab_size", None), getattr(text, "hidden_size", None))
+    if OUTPUT_HEAD in tensors:
+        shape = tensors[OUTPUT_HEAD].shape
+    embeddings = [name for name in required if tensors[name].shape == shape]
+    return (OUTPUT_HEAD, embeddings[0]) if len(embeddings) == 1 else None
+
+
+def _configured_dtype(argument: str, config: Any) -> str | None:
     """The dtype that SGLang's `--dtype` gives the weights. None: that of the checkpoint.
 
     With "auto", SGLang serves float32 checkpoints as float16 on an accelerator.
@@ -86,6 +110,26 @@ def _served_dtype(argument: str, config: Any) -> str | None:
         return names.get(argument, argument)
     dtype = getattr(config, "dtype", None)
     return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _in_served_dtypes(
+    tensors: Mapping[str, TensorSpec], served: Mapping[str, set[str]]
+) -> tuple[dict[str, TensorSpec], dict[str, str]]:
+    """The specs with the dtypes in which the tensors are pushed, and `Manifest.narrowest`.
+
+    A tensor that has another dtype than most of the checkpoint, for example a router's bias in float32, is not pushed
+    in a smaller one: a server without a report may have it in that dtype.
+    """
+    sizes: Counter[str] = Counter()
+    for spec in tensors.values():
+        sizes[spec.dtype] += math.prod(spec.shape)
+    specs, narrowest = dict(tensors), dict[str, str]()
+    for name, spec in tensors.items():
+        if spec.dtype in CASTABLE_DTYPES and (held := served[name]):
+            is_main = spec.dtype == max(sizes, key=lambda dtype: sizes[dtype])
+            specs[name] = TensorSpec(spec.shape, widest_dtype(held if is_main else held | {spec.dtype}))
+            narrowest[name] = min(held, key=FLOAT_DTYPES.index)
+    return specs, {name: dtype for name, dtype in narrowest.items() if dtype != specs[name].dtype}
 
 
 def checkpoint_tensors(server_args: Mapping[str, Any]) -> dict[str, TensorSpec]:
@@ -141,14 +185,12 @@ def _read_header(file: Path) -> dict[str, TensorSpec]:
     return specs
 
 
-def _architecture_tensors(names: CheckpointNames, config: Any, dtype: str | None) -> dict[str, TensorSpec]:
-    """The specs of the tensors that a checkpoint of this architecture has, by name. `dtype`: that of float tensors."""
+def _architecture_tensors(names: CheckpointNames, config: Any) -> dict[str, TensorSpec]:
+    """The specs of the tensors that a checkpoint of this architecture has, by name."""
     model = names.model
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
     specs: dict[str, TensorSpec] = {}
     for name, tensor in model.state_dict().items():
         if name not in tied:
-            own = str(tensor.dtype).removeprefix("torch.")
-            served = dtype if dtype is not None and own in CASTABLE_DTYPES else own
-            specs.update(names.specs(name, TensorSpec(tuple(tensor.shape), served)))
+            specs.update(names.specs(name, TensorSpec.of(tensor)))
     return specs

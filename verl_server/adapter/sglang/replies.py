@@ -21,6 +21,7 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.platforms.http_hooks import RELEASED_MEMORY
+from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES
 from verl_server.types import Json, parse_weight_version
 
 MAX_MESSAGE_CHARACTERS = 2000
@@ -332,6 +333,12 @@ def released_memory(server_info: Json) -> frozenset[str] | None:
     states = server_info.get("internal_states") or []
     told = [state[RELEASED_MEMORY] for state in states if RELEASED_MEMORY in state]
     return frozenset[str]().union(*told) if told else None
+
+
+def parameter_dtypes(server_info: Json) -> Json | None:
+    """The server's report on the dtypes of its parameters (`report_dtypes`). None for a server that does not tell."""
+    states = server_info.get("internal_states") or []
+    return next((state[PARAMETER_DTYPES] for state in states if PARAMETER_DTYPES in state), None)
 
 
 def count_requests(loads: Json) -> int:

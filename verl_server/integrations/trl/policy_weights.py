@@ -53,7 +53,7 @@ def require_mergeable(model: Any) -> None:
         if getattr(config, "trainable_token_indices", None):
             raise UnsupportedError(
                 f"trainable_token_indices of the adapter {name!r} are not supported: train the whole embedding with "
-                'modules_to_save=["embed_tokens"]'
+                'modules_to_save=["embed_tokens"], and with ensure_weight_tying=True if the output head is tied to it'
             )
     if _is_peft(model):
         _require_untied(model)
@@ -95,15 +95,31 @@ def _adapted_layers(model: Any) -> dict[int, list[Any]]:
 
 
 def _require_untied(model: Any) -> None:
-    """Raise UnsupportedError if an adapter changes a weight that two modules share: the servers have it once."""
+    """Raise UnsupportedError if an adapter changes a weight that two modules share: the servers have it once.
+
+    A copy of only one of the two modules (`modules_to_save`) is such a change, too.
+    """
     owners: dict[int, list[str]] = {}
+    used: dict[str, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    for parameter_id in _adapted_layers(model):
-        if len(owners[parameter_id]) > 1:
-            names = " and ".join(str(_base_name(model, name)) for name in owners[parameter_id])
+        base_name = _base_name(model, name)
+        if base_name is not None:
+            used[base_name] = id(parameter)
+        original = base_name or _base_name(model, name.replace(".original_module.", "."))
+        if original is not None:
+            owners.setdefault(id(parameter), []).append(original)
+    adapted = _adapted_layers(model)
+    for parameter_id, names in owners.items():
+        if len(names) > 1 and parameter_id in adapted:
             raise UnsupportedError(
-                f"an adapter changes a weight that is tied: {names}. Leave its modules out of target_modules"
+                f"an adapter changes a weight that is tied: {' and '.join(names)}. Leave its modules out of "
+                "target_modules"
+            )
+        if len({used[name] for name in names if name in used}) > 1:
+            raise UnsupportedError(
+                f"modules_to_save of an adapter copies a weight that is tied: {' and '.join(names)}. The copies would "
+                "become different, and the servers have one weight for both. Set ensure_weight_tying=True in "
+                "LoraConfig, or train a model with tie_word_embeddings=False"
             )
 
 

@@ -74,6 +74,9 @@ class RayFleet(RayTarget):
         """None: the servers belong to the actor."""
         return None
 
+    def parameter_dtypes(self) -> Sequence[Json | None]:
+        return list(self.call("parameter_dtypes"))
+
     def nearest_transport(self) -> str:
         """Shared memory if all servers run on the machine of this rank."""
         described = self.wait(self._actor.describe.remote(), "describe")

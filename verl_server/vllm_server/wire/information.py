@@ -9,6 +9,7 @@ from verl_server.adapter.vllm.endpoints import GENERATE, HEALTH, SERVER_INFO, WE
 from verl_server.adapter.vllm.payloads import generate_payload
 from verl_server.errors import NotReadyError, ServerError
 from verl_server.platforms.http_hooks import RELEASED_MEMORY
+from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES
 from verl_server.types import Json
 from verl_server.vllm_server.wire.inner_calls import InnerCalls
 from verl_server.vllm_server.wire.memory import is_cpu
@@ -99,7 +100,11 @@ async def server_info(state: ServerState, calls: InnerCalls, body: Json) -> Json
         "fused_modules": reports[0]["fused_modules"],
         "resident_bytes": [report["rss_bytes"] for report in reports],
         "internal_states": [
-            {RELEASED_MEMORY: sorted(state.released), "effective_max_running_requests_per_dp": max_running}
+            {
+                RELEASED_MEMORY: sorted(state.released),
+                "effective_max_running_requests_per_dp": max_running,
+                PARAMETER_DTYPES: reports[0][PARAMETER_DTYPES],
+            }
         ],
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, DeadlineError, PeerError, WeightManifestError
@@ -18,6 +18,7 @@ from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.staged_checksums import StagedChecksums
 from verl_server.weights.update.tensor_source import (
     NamedTensors,
+    TiedTensors,
     check_tensor,
     items_of,
     validated_pair,
@@ -75,6 +76,8 @@ class ShardWriter:
         """
         names: list[str] = []
         seen: set[str] = set()
+        tied = TiedTensors(self._manifest, keeps_tensors=False)
+        is_checked = isinstance(named_tensors, Sized)  # by `TensorSource`
         items = items_of(named_tensors)
         for item in items:
             try:
@@ -82,6 +85,8 @@ class ShardWriter:
                 own_names = check_tensor(given_name, tensor, self._manifest, seen, self._check_finite)
                 if own_names:
                     self._require_writable(given_name, tensor)
+                if not is_checked:
+                    tied.add(given_name, tensor)
             except BadInputError as error:
                 self._on_bad_tensor(error)
                 self.gather_only(itertools.chain([item], items))
@@ -92,6 +97,7 @@ class ShardWriter:
             del item, tensor
         self._copies.wait()
         self.has_gathered_all = True
+        tied.require_equal()
         return names
 
     def gather_only(self, named_tensors: NamedTensors) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import Json, TensorSpec
 from verl_server.validation import as_pairs
+from verl_server.weights.checksum import Checksums, choose_algorithm
+from verl_server.weights.device.streams import accelerator
 from verl_server.weights.gather import require_own_shard
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.contributions import contribution_of
@@ -21,6 +23,10 @@ EXPECTED = (
     "named_tensors must be a dict of tensors by name or pairs of name and tensor, for example "
     "model.state_dict().items()"
 )
+
+
+ROWS_PER_CHECKSUM = 8192
+"""Number of rows of an embedding that are cast at once. Limits the temporary memory."""
 
 
 class TensorSource:
@@ -70,6 +76,7 @@ def _check_all(
 
     names: list[str] = []
     seen: set[str] = set()
+    tied = TiedTensors(manifest)
     has_shards = False
     memory: dict[tuple[str, int], str] = {}
     for given_name, tensor in pairs:
@@ -78,6 +85,8 @@ def _check_all(
                 _require_own_memory(given_name, tensor, memory)
             names += own_names
             has_shards |= isinstance(tensor, DTensor)
+        tied.add(given_name, tensor)
+    tied.require_equal()
     return names, has_shards
 
 
@@ -91,21 +100,20 @@ def check_tensor(
     from torch.distributed.tensor import DTensor
 
     names: list[str] = []
-    served_dtype = ""
+    smallest_dtype = ""
     for name, part in manifest.checkpoint_specs(given_name, TensorSpec.of(tensor)).items():
         served = manifest.check(name, part.shape, part.dtype)
         if served is None:
             continue
         require_new_name(name, seen)
         names.append(name)
-        served_dtype = manifest.smallest_range_dtype(served)
+        smallest_dtype = manifest.narrowest.get(name, served.dtype)
     if names:
         require_dense(given_name, tensor)
         if isinstance(tensor, DTensor):
             require_own_shard(given_name, tensor)
             tensor = tensor.to_local()
-        if check_finite:
-            require_finite(given_name, tensor, served_dtype)
+        require_finite(given_name, tensor, smallest_dtype, check_finite)
     return names
 
 
@@ -125,6 +133,65 @@ def _require_own_memory(name: str, tensor: torch.Tensor, memory: dict[tuple[str,
         "purpose, pass tensor.clone()",
         name=name,
     )
+
+
+class TiedTensors:
+    """The output head and the embedding of one update, where the servers have one parameter for both.
+
+    A trainer in which the two have come apart would otherwise train other weights than it samples from.
+    `keeps_tensors`: the tensors stay as they are until `require_equal`. Those of a generator may reuse memory, so they
+    are read at once.
+    """
+
+    def __init__(self, manifest: Manifest, *, keeps_tensors: bool = True) -> None:
+        self._manifest, self._keeps_tensors = manifest, keeps_tensors
+        self._found: dict[str, tuple[Any, Any]] = {}
+        """By name: how the tensor is sharded, and this rank's part of it or the checksums of that part."""
+
+    def add(self, given_name: str, tensor: torch.Tensor) -> None:
+        """Take note of a tensor that `check_tensor` has accepted. Raises WeightManifestError if it has no values."""
+        from torch.distributed.tensor import DTensor
+
+        names = () if self._manifest.tied is None else self._manifest.tied
+        for name in self._manifest.checkpoint_specs(given_name, TensorSpec.of(tensor)) if names else ():
+            if name in names:
+                require_dense(given_name, tensor)
+                sharding, part = None, tensor.detach()
+                if isinstance(part, DTensor):
+                    sharding, part = (part.device_mesh, part.placements), part.to_local()
+                self._found[name] = sharding, part if self._keeps_tensors else self._checksums(part)
+
+    def require_equal(self) -> None:
+        """Raise WeightManifestError if the update has an output head that is not the embedding of the update."""
+        if self._manifest.tied is None or (found := self._found.get(self._manifest.tied[0])) is None:
+            return
+        (sharding, values), (other_sharding, others) = found, self._found.get(self._manifest.tied[1], (None, None))
+        if others is not None and sharding == other_sharding:
+            if self._keeps_tensors and values.device == others.device and values.is_set_to(others):
+                return
+            if self._keeps_tensors:
+                values, others = self._checksums(values), self._checksums(others)
+            if values == others:
+                return
+        head, embedding = self._manifest.tied
+        problem = "lacks the second" if others is None else "has other values or shards for the first"
+        raise WeightManifestError(
+            f"{head!r} and {embedding!r} are one parameter in the servers (tie_word_embeddings), and the update "
+            f"{problem}. If they are one parameter in the trainer, push {embedding!r} alone. Otherwise tie them, or "
+            f"serve a checkpoint with tie_word_embeddings=false in its config.json and with its own {head!r}",
+            name=head,
+        )
+
+    def _checksums(self, part: torch.Tensor) -> list[int]:
+        """Checksums of rows in the dtype in which they are pushed."""
+        import torch
+
+        assert self._manifest.tied is not None
+        dtype = getattr(torch, self._manifest.tensors[self._manifest.tied[1]].dtype)
+        checksums = Checksums(choose_algorithm(), accelerator())
+        for start in range(0, len(part), ROWS_PER_CHECKSUM):
+            checksums.add(part[start : start + ROWS_PER_CHECKSUM].to(dtype))
+        return checksums.values()
 
 
 def items_of(named_tensors: Any) -> Iterator[Any]:
@@ -190,32 +257,38 @@ def require_new_name(name: str, seen: set[str]) -> None:
     seen.add(name)
 
 
-def require_finite(name: str, tensor: torch.Tensor, served_dtype: str) -> None:
-    """Raise WeightManifestError if the tensor, or this rank's shard of it, contains NaN or infinity.
+def require_finite(name: str, tensor: torch.Tensor, smallest_dtype: str, check_finite: bool) -> None:
+    """Raise WeightManifestError if finite values of the tensor, or of this rank's shard of it, become infinite.
 
-    Values that become infinite in the server's dtype `served_dtype` are refused as well.
+    `smallest_dtype`: the dtype with the smallest range to which the tensor is cast. With `check_finite`, NaN and
+    infinity are refused as well.
     """
     import torch
 
-    if tensor.is_floating_point() and tensor.numel():
-        values = tensor.detach()
-        if values.element_size() == 1:  # float8 has no arithmetic of its own
-            values = values.to(torch.bfloat16)
-        minimum, maximum = torch.aminmax(values)  # one pass over the memory; NaN propagates to both
-        if not bool(torch.isfinite(minimum) & torch.isfinite(maximum)):
-            raise WeightManifestError(
-                f"{name!r} has values that are not finite (NaN or infinity) in the trainer. Look for the training step "
-                "that made them: loss, gradients, learning rate. check_finite=False pushes them as they are",
-                name=name,
-            )
-        cast_dtype = getattr(torch, served_dtype)
-        if tensor.dtype == cast_dtype:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    cast_dtype = getattr(torch, smallest_dtype)
+    # Only weights that have diverged lie between the largest numbers of bfloat16 and of float32, which are close.
+    may_overflow = torch.finfo(tensor.dtype).max > 2 * torch.finfo(cast_dtype).max
+    if not check_finite and not may_overflow:
+        return
+    values = tensor.detach()
+    if values.element_size() == 1:  # float8 has no arithmetic of its own
+        values = values.to(torch.bfloat16)
+    minimum, maximum = torch.aminmax(values)  # one pass over the memory; NaN propagates to both
+    if not bool(torch.isfinite(minimum) & torch.isfinite(maximum)):
+        if not check_finite:
             return
-        if not bool(torch.isfinite(torch.stack([minimum, maximum]).to(cast_dtype)).all()):
-            cure = "Start the server with another dtype, for example dtype='bfloat16'. " * (served_dtype == "float16")
-            raise WeightManifestError(
-                f"{name!r} has values from {float(minimum):g} to {float(maximum):g}, some of which become infinite in "
-                f"{served_dtype}, the dtype of the server. {cure}check_finite=False pushes the infinite values",
-                name=name,
-                expected=served_dtype,
-            )
+        raise WeightManifestError(
+            f"{name!r} has values that are not finite (NaN or infinity) in the trainer. Look for the training step "
+            "that made them: loss, gradients, learning rate. check_finite=False pushes them as they are",
+            name=name,
+        )
+    if tensor.dtype != cast_dtype and not bool(torch.isfinite(torch.stack([minimum, maximum]).to(cast_dtype)).all()):
+        cure = ". Start the server with another dtype, for example dtype='bfloat16'" * (smallest_dtype == "float16")
+        raise WeightManifestError(
+            f"{name!r} has values from {float(minimum):g} to {float(maximum):g}, some of which become infinite in "
+            f"{smallest_dtype}, the dtype of the server{cure}",
+            name=name,
+            expected=smallest_dtype,
+        )
