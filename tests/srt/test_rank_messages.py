@@ -22,7 +22,6 @@ from verl_server import errors
 from verl_server.engine.generation import RankGeneration
 from verl_server.ranks.channel import (
     Channel,
-    accept_rank,
     connect_to_rank_0,
     receive_frame,
     send_frame,
@@ -31,21 +30,65 @@ from verl_server.ranks.channel import (
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.peer_errors import to_peer_wire
 from verl_server.ranks.pending_calls import PendingCalls
+from verl_server.ranks.rendezvous import connect_ranks
+
+
+def connected_despite(strangers: Callable[[tuple[str, int], bytes], Any], timeout_s: float = 5.0) -> float:
+    """Seconds until rank 0 has connected with ranks 1 and 2, while `strangers(address, key)` disturbs it."""
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        calls: list[Any] = []
+
+        def connect(address: tuple[str, int], key: bytes) -> list[Any]:
+            return [strangers(address, key), *(connect_to_rank_0(address, key, rank, timeout_s) for rank in (1, 2))]
+
+        def broadcast(value: Any) -> Any:
+            calls.append(pool.submit(connect, (value[0], value[1]), bytes.fromhex(value[2])))
+
+        channels = connect_ranks(0, 3, broadcast, False, timeout_s)
+        seconds = time.monotonic() - started
+        assert sorted(channels) == [1, 2]
+        for channel in [*channels.values(), *calls[0].result()[1:]]:
+            channel.close()
+        return seconds
 
 
 def test_a_channel_accepts_only_ranks_that_know_the_key() -> None:
-    def attempt(key: bytes) -> int | None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            thread = threading.Thread(target=connect_to_rank_0, args=(server.getsockname(), key, 3, 5.0))
-            thread.start()
-            connection, _ = server.accept()
-            rank = accept_rank(connection, b"right")
-            connection.close()
-            thread.join()
-            return rank
+    def strangers(address: tuple[str, int], key: bytes) -> Any:
+        wrong = connect_to_rank_0(address, b"wrong", 1, 5.0)
+        return wrong, connect_to_rank_0(address, key, 7, 5.0)  # there is no rank 7
 
-    assert attempt(b"right") == 3
-    assert attempt(b"wrong") is None
+    assert connected_despite(strangers) < 3.0
+
+
+def test_strangers_neither_delay_the_ranks_nor_take_memory() -> None:
+    """One announces a frame of 3 GiB, others send nothing, more than the files that rank 0 keeps open for them."""
+
+    def strangers(address: tuple[str, int], _: bytes) -> list[socket.socket]:
+        silent = [socket.create_connection(address) for _ in range(20)]
+        silent[0].sendall((3 * 2**30).to_bytes(8, "big") + b"x" * 2**16)
+        return silent
+
+    assert connected_despite(strangers) < 3.0
+
+
+def test_a_stranger_that_sends_slowly_does_not_hold_rank_0_beyond_its_deadline() -> None:
+    ended = threading.Event()
+
+    def drip(address: tuple[str, int]) -> None:
+        with contextlib.suppress(OSError), socket.create_connection(address) as connection:
+            while not ended.wait(0.2):
+                connection.sendall(b"\0")
+
+    def broadcast(value: Any) -> Any:
+        threading.Thread(target=drip, args=((value[0], value[1]),), daemon=True).start()
+        return value
+
+    started = time.monotonic()
+    with pytest.raises(errors.PeerError, match=r"rank\(s\) \[1\] did not connect"):
+        connect_ranks(0, 2, broadcast, False, 1.0)
+    ended.set()
+    assert time.monotonic() - started < 2.5
 
 
 def coordinator_of_rank_0(other_ranks: int) -> tuple[RankCoordinator, list[socket.socket]]:
@@ -75,7 +118,7 @@ def test_a_message_to_all_ranks_is_encoded_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("verl_server.ranks.channel.orjson", counting)
     coordinator, sockets = coordinator_of_rank_0(3)
     coordinator.publish_event("stream#1", {"output_ids": [1, 2]})
-    coordinator.send_outcome("generate#1", {"result": 3}, before_all_arrived=False)
+    coordinator.send_outcome("generate#1", {"result": 3})
     messages: list[Any] = [
         {"call_id": "stream#1", "event": {"output_ids": [1, 2]}},
         {"call_id": "generate#1", "outcome": {"result": 3}},
@@ -303,7 +346,7 @@ def test_each_call_of_failed_ranks_raises_an_error_of_its_own() -> None:
 
 
 def arrive(rank: socket.socket, call_id: str) -> None:
-    send_frame(rank, orjson.dumps({"call_id": call_id, "arrival": {"contribution": {}}}))
+    send_frame(rank, orjson.dumps({"call_id": call_id, "arrival": {"contribution": {}, "blocks": False}}))
 
 
 def two_coordinators(arrival_timeout_s: float = 5.0) -> tuple[RankCoordinator, RankCoordinator]:
@@ -453,4 +496,83 @@ def test_a_rank_names_rank_0_when_rank_0_does_not_make_the_call(monkeypatch: pyt
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(second.agree, call_id, action)
         assert first.agree(call_id, action) == other.result(3.0) == "reply"
+    first.close()
+
+
+def both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[float, list[str]]:
+    """Seconds until both calls have ended, the first in the main thread; and their errors."""
+    started = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(error_of, second)
+        found = [error_of(first), other.result(10.0)]
+    return time.monotonic() - started, [f"{type(error).__name__}: {error.message}" for error in found]
+
+
+IN_MAIN_THREAD = """
+import socket, sys
+from verl_server.ranks.channel import Channel
+from verl_server.ranks.coordinator import RankCoordinator
+other = RankCoordinator(1, 2, {0: Channel(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 0)}, 30.0)
+try:
+    other.agree("update_weights_from_tensor#1", lambda _: None, action_timeout_s=30.0)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_ranks_in_different_calls_learn_it_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", IN_MAIN_THREAD, str(server.getsockname()[1])]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        first = RankCoordinator(0, 2, {1: Channel(server.accept()[0], 1)}, 30.0)
+    started = time.monotonic()
+    error = error_of(lambda: first.agree("generate#1", lambda _: None))
+    assert time.monotonic() - started < 3.0
+    waits = "rank 0 waits in generate and rank 1 waits in update_weights_from_tensor: all ranks of an engine must"
+    assert error.message.startswith(waits)
+    assert process.communicate(timeout=10.0)[0].startswith(f"PeerError {waits}")
+    first.close()
+
+
+def test_the_deadline_names_the_call_in_which_another_rank_waits() -> None:
+    """Calls of other threads may come later, so they are not an error at once."""
+    first, second = two_coordinators(1.0)
+    seconds, found = both(
+        lambda: first.agree("generate#1", lambda _: None),
+        lambda: second.agree("flush_cache#1", lambda _: None, action_timeout_s=0.0),
+    )
+    assert 0.9 < seconds < 8.0
+    assert found[0].startswith("PeerError: rank(s) [1] did not arrive at generate within 1 s"), found
+    first.close()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_ranks_with_different_requests_get_an_error_instead_of_the_reply_to_rank_0(is_stream: bool) -> None:
+    first, second = two_coordinators()
+    backend = SimpleNamespace(
+        generate=lambda **request: request, generate_stream=lambda **request: iter([request]), async_generate=None
+    )
+    ranks = [RankGeneration(one, lambda _: cast(Any, backend), lambda: None, 5.0) for one in (first, second)]
+
+    def call(rank: int, request: Any) -> Any:
+        return list(ranks[rank].stream(request)) if is_stream else ranks[rank].generate(request)
+
+    def replies(mine: Any, other: Any) -> list[Any]:
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(call, 1, other)
+            return [call(0, mine), future.result(5.0)]
+
+    request = {"prompt": "a", "sampling_params": {"max_new_tokens": 2}}
+    for other in (request, {**request, "rid": "mine"}, {"sampling_params": {"max_new_tokens": 9}}, {}):
+        first_reply, second_reply = replies(request, other)
+        assert first_reply == second_reply
+    differing: list[dict[str, Any]] = [
+        {"prompt": "b"},
+        {**request, "sampling_params": {"max_new_tokens": 3}},
+        {"input_ids": [1]},
+    ]
+    for other in differing:
+        _, found = both(functools.partial(call, 0, request), functools.partial(call, 1, other))
+        assert found[0] == found[1]
+        assert found[0].startswith("BadInputError: rank 1 passed another request to generate than rank 0")
     first.close()

@@ -428,6 +428,63 @@ def test_a_rank_that_leaves_the_collectives_is_an_error_on_all_ranks_at_once(two
     assert "load_format 'direct'" in first[1][1]
 
 
+def _failing_with(error: BaseException) -> Iterator[tuple[str, Any]]:
+    yield NAMES[0], torch.ones(4)
+    raise error
+
+
+def _a_generator_fails(rank: int, world: int) -> list[tuple[list[str], float]]:
+    """Types and texts of the errors of a generator of one rank, and their causes; and the seconds until then."""
+    found = []
+    for failing, error in ((1, OSError("the disk is gone")), (1, KeyboardInterrupt()), (0, KeyboardInterrupt())):
+        updater = _updater(rank, world)
+        tensors = _failing_with(error) if rank == failing else dict.fromkeys(NAMES, torch.ones(4)).items()
+        started = time.monotonic()
+        try:
+            updater.update(tensors, None, UpdateOptions(None, True, True, PauseMode.RETRACT, True))
+        except BaseException as raised_error:  # noqa: BLE001 - what the caller sees
+            caught: BaseException | None = raised_error
+        texts = []
+        while caught is not None:
+            texts.append(f"{type(caught).__name__}: {caught}")
+            caught = caught.__cause__
+        found.append((texts, time.monotonic() - started))
+        dist.barrier()
+        updater.coordinator.close()
+        updater.close()
+    return found
+
+
+def test_the_exception_of_a_generator_is_raised_on_all_ranks_at_once(two_ranks: Ranks) -> None:
+    """Also KeyboardInterrupt. The rank itself gets its own exception, the other one its words."""
+    first, second = two_ranks.run(_a_generator_fails)
+    assert all(seconds < 10.0 for _, seconds in first + second), (first, second)
+    disk = "PeerError: reading named_tensors failed on rank 1: OSError: the disk is gone"
+    interrupted = "PeerError: reading named_tensors failed on rank {}: KeyboardInterrupt: "
+    assert [texts[0] for texts, _ in first] == [disk, interrupted.format(1), "KeyboardInterrupt: "]
+    assert [texts[0] for texts, _ in second] == [disk, "KeyboardInterrupt: ", interrupted.format(0)]
+    assert second[0][0] == [disk, "OSError: the disk is gone"]
+
+
+def _update_in_an_update(rank: int, world: int) -> tuple[str, str]:
+    updater = _updater(rank, world)
+
+    def nested() -> Iterator[tuple[str, Any]]:
+        yield NAMES[0], torch.ones(4)
+        updater.update([], None, UpdateOptions(None, True, True, PauseMode.RETRACT, True))
+
+    found = _update(updater, nested())
+    updater.coordinator.close()
+    updater.close()
+    return found
+
+
+def test_an_update_in_the_generator_of_an_update_is_refused_by_name(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(_update_in_an_update)
+    assert first == second
+    assert (first[0], "generator of an update cannot start an update" in first[1]) == ("BadInputError", True), first
+
+
 def _ranks_pass_other_shards(rank: int, world: int) -> list[Any]:
     """Rank 1 passes the shards of a LoRA adapter in another order, none of them, and those of rank 0."""
     from torch.distributed.tensor import DTensor, Shard

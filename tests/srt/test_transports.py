@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import subprocess
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -599,3 +602,72 @@ def test_a_folder_that_cannot_be_written_changes_nothing(
             engine.update_weights_from_tensor(model.state_dict().items())
         for one in servers:
             assert one.generate(input_ids=[1], sampling_params={"max_new_tokens": 1})["output_ids"]
+
+
+TRAINER_STORE = """
+import time
+import uuid
+from verl_server.weights.broadcast.store import open_store
+store = open_store("10.77.0.1", 30.0)
+store.set("set", "value")
+print(store.port, flush=True)
+time.sleep(60.0)
+"""
+RECEIVER = """
+import sys, time
+from verl_server.weights.broadcast.store import connect_to_store
+store = connect_to_store("10.77.0.1", int(sys.argv[1]))
+print(store.check(["set"]), store.get("set").decode(), flush=True)
+sys.stdin.readline()
+for operation in (lambda: store.check(["set"]), lambda: store.set("report", "done")):
+    started = time.monotonic()
+    try:
+        operation()
+        print("no error", flush=True)
+    except ConnectionError as error:
+        print(f"{time.monotonic() - started:.1f} {error}", flush=True)
+"""
+
+
+@pytest.fixture
+def two_machines() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them. The first one has the address 10.77.0.1."""
+    names = [f"vsranks{uuid.uuid4().hex[:6]}{side}" for side in "ab"]
+    commands = [f"ip netns add {name}" for name in names]
+    commands += [f"ip link add e0 netns {names[0]} type veth peer name e0 netns {names[1]}"]
+    for number, name in enumerate(names, 1):
+        commands += [f"ip -n {name} addr add 10.77.0.{number}/24 dev e0"]
+        commands += [f"ip -n {name} link set {device} up" for device in ("lo", "e0")]
+    try:
+        for command in commands:
+            if subprocess.run(command.split(), capture_output=True, check=False).returncode:
+                pytest.skip(f"this machine's kernel forbids network namespaces: {command}")
+        yield names[0], names[1]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def test_a_server_does_not_wait_for_a_trainer_whose_machine_has_vanished(two_machines: tuple[str, str]) -> None:
+    """No packet comes any more, so torch's client would wait for ever. Takes 10 s: the deadline of one operation."""
+
+    def start(machine: str, program: str, *arguments: str) -> subprocess.Popen[str]:
+        command = ["ip", "netns", "exec", machine, sys.executable, "-c", program, *arguments]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    trainer = start(two_machines[0], TRAINER_STORE)
+    assert trainer.stdout is not None
+    server = start(two_machines[1], RECEIVER, trainer.stdout.readline().strip())
+    assert server.stdout is not None
+    try:
+        assert server.stdout.readline() == "True value\n"
+        subprocess.run(["ip", "-n", two_machines[0], "link", "set", "e0", "down"], check=True)
+        lines = server.communicate("\n", timeout=40.0)[0].splitlines()
+        for line in lines:
+            seconds, _, message = line.partition(" ")
+            assert message == "the trainer's machine did not answer within 10 s"
+            assert float(seconds) < 12.0
+        assert len(lines) == 2
+    finally:
+        trainer.kill()
+        server.kill()

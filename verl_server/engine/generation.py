@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
+import orjson
+
 from verl_server.engine.backend import Backend
-from verl_server.errors import VerlServerError, from_wire
+from verl_server.errors import BadInputError, VerlServerError, from_wire
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.peer_errors import to_peer_wire
 from verl_server.types import Json
@@ -25,6 +28,41 @@ def generation_request(fields: Json, *, return_logprob: bool | list[bool] | None
     if return_logprob is not None and return_logprob is not False:
         request["return_logprob"] = return_logprob
     return {**request, **fields}
+
+
+def digest_of(request: Json) -> Json:
+    """What a rank tells rank 0 about its request: a digest, or None for a request without a prompt.
+
+    The id of a request does not count: it does not change the reply.
+    """
+    fields = {name: value for name, value in request.items() if name != "rid"}
+    if not any(name in fields for name in ("prompt", "input_ids", "input_embeds")):
+        return {"request": None}
+    options = orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+    try:
+        return {"request": zlib.crc32(orjson.dumps(fields, default=_plain, option=options))}
+    except TypeError:  # no JSON, for example a number of more than 64 bits: the backend of rank 0 says what is wrong
+        return {"request": None}
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON does not know, for a digest: its numbers, its bytes, or its type."""
+    if isinstance(value, bytes):
+        return zlib.crc32(value)
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
+
+def require_same_request(contributions: list[Json]) -> None:
+    """Raise BadInputError if ranks bring different requests: all get one reply, the one to the request of rank 0."""
+    digests = [item["request"] for item in contributions]
+    for rank, digest in enumerate(digests):
+        if digest is not None and digests[0] is not None and digest != digests[0]:
+            raise BadInputError(
+                f"rank {rank} passed another request to generate than rank 0, but all ranks get the same reply. Pass "
+                "equal requests on all ranks, or the request on rank 0 and prompt=None on the others. For a request "
+                "of its own on each rank, use an engine for each rank, or a RolloutRouter",
+                rank=rank,
+            )
 
 
 class RankGeneration:
@@ -45,24 +83,33 @@ class RankGeneration:
 
     def generate(self, request: Json) -> Any:
         """The reply to the request of rank 0, on all ranks."""
+
+        def act(contributions: list[Json]) -> Any:
+            require_same_request(contributions)
+            return self._backend_for(request).generate(**request)
+
         return self._group.agree(
             self._group.next_call_id("generate"),
-            lambda _: self._backend_for(request).generate(**request),
+            act,
+            contribution=digest_of(request),
             error=self._get_refusal(),
             action_timeout_s=self._generation_s,
         )
 
     async def async_generate(self, request: Json) -> Any:
         """`generate` for an event loop. Many calls can be in flight."""
+
+        async def act(contributions: list[Json]) -> Any:
+            require_same_request(contributions)
+            return await (await self._async_backend_for(request)).async_generate(**request)
+
         return await self._group.agree_async(
             self._group.next_call_id("async_generate"),
-            lambda _: self._generate_on_backend(request),
+            act,
+            contribution=digest_of(request),
             error=self._get_refusal(),
             action_timeout_s=self._generation_s,
         )
-
-    async def _generate_on_backend(self, request: Json) -> Any:
-        return await (await self._async_backend_for(request)).async_generate(**request)
 
     async def _async_backend_for(self, request: Json) -> Backend:
         """The backend for a request. For a request with LoRA adapters, a thread may ask the servers for their names."""
@@ -78,7 +125,7 @@ class RankGeneration:
         group, call = self._group, self._group.next_call_id("stream")
         events = group.open_stream(call)
         try:
-            group.agree(call, lambda _: None, error=refusal)
+            group.agree(call, require_same_request, contribution=digest_of(request), error=refusal)
             if group.rank == 0:
                 with _EndOfStream(group, call):
                     for event in self._backend_for(request).generate_stream(**request):
@@ -99,7 +146,7 @@ class RankGeneration:
         group, call = self._group, self._group.next_call_id("async_stream")
         events = group.open_stream(call)
         try:
-            await group.agree_async(call, _do_nothing, error=refusal)
+            await group.agree_async(call, _agree_on_request, contribution=digest_of(request), error=refusal)
             if group.rank == 0:
                 with _EndOfStream(group, call):
                     backend = await self._async_backend_for(request)
@@ -149,8 +196,9 @@ class _EndOfStream:
         )
 
 
-async def _do_nothing(_: list[Json]) -> None:
+async def _agree_on_request(contributions: list[Json]) -> None:
     """The action of a call that only waits until all ranks have arrived."""
+    require_same_request(contributions)
 
 
 def _raise_end(event: Json) -> None:

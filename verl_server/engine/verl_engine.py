@@ -120,9 +120,10 @@ class VerlEngine:
     ) -> Any:
         """Generate for one prompt (returns a dict) or many prompts (returns a list of dicts).
 
-        The request of rank 0 counts. The reply is SGLang's: `output_ids`, and `meta_info` with `output_token_logprobs`
-        as `[logprob, token id, text]`, `finish_reason` and `weight_version` (an int). `stream=True` needs one prompt
-        and returns an iterator of growing replies. `rid`: request id; many prompts need a list with one id for each.
+        All ranks pass the same request, or the ranks other than 0 no prompt. The reply is SGLang's: `output_ids`, and
+        `meta_info` with `output_token_logprobs` as `[logprob, token id, text]`, `finish_reason` and `weight_version`
+        (an int). `stream=True` needs one prompt and returns an iterator of growing replies. `rid`: request id; many
+        prompts need a list with one id for each.
         `fields`: further fields of SGLang's request; with a fleet, also those of `RolloutRouter.generate`.
 
         Raises BadInputError, NotReadyError (memory is released), TornWeightsError, ServerDiedError, PeerError.
@@ -215,12 +216,13 @@ class VerlEngine:
         Raises BadInputError or WeightManifestError before the servers are involved, PeerError, ServerDiedError.
         """
         call_id, weights = self._group.next_call_id("load_lora_adapter"), self._require_updater()
-        tensors, error = weights.gather_on_cpu(call_id, named_tensors)
 
         def load(_: list[Json]) -> None:
             self._loras.load(self._require_backend(), name, *weights.prepare_lora_adapter(tensors, config))
 
-        self._group.agree(call_id, load, error=error, action_timeout_s=2 * self._timeouts.weights_s)
+        with weights.exclusive():
+            tensors, error = weights.gather_on_cpu(call_id, named_tensors)
+            self._group.agree(call_id, load, error=error, action_timeout_s=2 * self._timeouts.weights_s)
 
     def unload_lora_adapter(self, name: str) -> None:
         """Remove a LoRA adapter. Returns when the requests that use it have ended."""
@@ -238,11 +240,11 @@ class VerlEngine:
 
         Raises ServerBusyError while requests run, BadInputError for a server on a GPU without `enable_memory_saver`.
         """
-        self._control.run("release_memory", lambda backend: backend.release_memory_occupation(tags))
+        self._control.run("release_memory_occupation", lambda backend: backend.release_memory_occupation(tags))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Take released memory back. None: all of it. Weights are then torn until all of them are pushed."""
-        self._control.run("resume_memory", lambda backend: backend.resume_memory_occupation(tags))
+        self._control.run("resume_memory_occupation", lambda backend: backend.resume_memory_occupation(tags))
 
     def flush_cache(self) -> None:
         """Remove the prefix cache of the servers. Raises ServerBusyError while requests run."""

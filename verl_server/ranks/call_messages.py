@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import DeadlineError, PeerError, VerlServerError, from_wire, to_wire
 from verl_server.types import Json
 
 
-def arrival_message(contribution: Json | None, error: VerlServerError | None) -> Json:
-    """What a rank sends when it arrives at a call."""
-    return {"contribution": contribution or {}} if error is None else {"error": to_wire(error)}
+def arrival_message(contribution: Json | None, error: VerlServerError | None, *, blocks: bool) -> Json:
+    """What a rank sends when it arrives at a call. `blocks`: its main thread waits in the call."""
+    arrival = {"contribution": contribution or {}} if error is None else {"error": to_wire(error)}
+    return {**arrival, "blocks": blocks}
 
 
 def result_of(outcome: Json) -> Any:
@@ -31,14 +32,24 @@ def call_number(call_id: str) -> int:
     return int(call_id.partition("#")[2].partition("/")[0])
 
 
-def not_arrived(missing: Sequence[int], call_id: str, timeout_s: float) -> PeerError:
-    """The error about the ranks that are `missing` at a call."""
+SAME_CALLS = "all ranks of an engine must make the same calls in the same order"
+
+
+def not_arrived(missing: Sequence[int], call_id: str, timeout_s: float, elsewhere: Mapping[int, str]) -> PeerError:
+    """The error about the ranks that are `missing` at a call. `elsewhere`: the calls in which some of them wait."""
+    waits = "".join(f"; rank {rank} waits in {operation_of(call)}" for rank, call in elsewhere.items())
     return PeerError(
-        f"rank(s) {list(missing)} did not arrive at {operation_of(call_id)} within {timeout_s:g} s; "
-        "all ranks of an engine must make the same calls in the same order",
+        f"rank(s) {list(missing)} did not arrive at {operation_of(call_id)} within {timeout_s:g} s{waits}; "
+        f"{SAME_CALLS}",
         ranks=list(missing),
         operation=call_id,
     )
+
+
+def different_calls(calls: Mapping[int, str]) -> PeerError:
+    """The error about ranks that wait for each other in different calls. `calls`: the call of each of them."""
+    waits = " and ".join(f"rank {rank} waits in {operation_of(call)}" for rank, call in sorted(calls.items()))
+    return PeerError(f"{waits}: {SAME_CALLS}", ranks=sorted(calls))
 
 
 def not_finished(call_id: str, timeout_s: float) -> DeadlineError:

@@ -25,6 +25,11 @@ from verl_server.types import Json
 
 _HEADER = struct.Struct("!Q")
 HANDSHAKE_TIMEOUT_S = 10.0
+"""Seconds that a new connection has to prove that it knows the key, in total."""
+MAX_HANDSHAKES = 256
+"""Maximum number of connections that have not proved it yet. The oldest is closed when another one comes."""
+CHALLENGE_BYTES, ANSWER_BYTES = 32, 40
+"""Sizes of the two frames before a connection is authenticated: a challenge; a rank with its proof."""
 RECEIVE_BYTES = 2**20
 """Maximum number of bytes that one call of `recv` asks for."""
 SEND_TIMEOUT_S = 300.0
@@ -187,7 +192,7 @@ def send_frame(connection: socket.socket, frame: bytes) -> None:
 
 
 def receive_frame(connection: socket.socket) -> bytes | None:
-    """Receive one frame. Returns None when the connection was closed."""
+    """Receive one frame of a rank that knows the key. Returns None when the connection was closed."""
     header = _receive_exactly(connection, _HEADER.size)
     return None if header is None else _receive_exactly(connection, _HEADER.unpack(header)[0])
 
@@ -206,26 +211,41 @@ def _proof(key: bytes, challenge: bytes, rank: int) -> bytes:
     return hmac.digest(key, challenge + rank.to_bytes(8, "big"), "sha256")
 
 
-def accept_rank(connection: socket.socket, key: bytes) -> int | None:
-    """Authenticate a new connection on rank 0. Returns the connecting rank, or None if it does not know `key`."""
-    connection.settimeout(HANDSHAKE_TIMEOUT_S)
-    challenge = secrets.token_bytes(32)
-    try:
-        send_frame(connection, challenge)
-        answer = receive_frame(connection)
-    except OSError:
-        return None
-    if answer is None or len(answer) != 40:
-        return None
-    rank = int.from_bytes(answer[:8], "big")
-    return rank if hmac.compare_digest(answer[8:], _proof(key, challenge, rank)) else None
+class Handshake:
+    """A new connection on rank 0 until it has proved that it knows the key. Never waits."""
+
+    def __init__(self, connection: socket.socket, key: bytes) -> None:
+        self.connection, self._key = connection, key
+        self.deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self._received = b""
+        self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        connection.setblocking(False)
+        connection.send(_with_length(self._challenge))  # a new connection has room for it
+
+    def receive(self) -> int | None:
+        """Read what has arrived. Returns the rank, or None while the answer is not complete.
+
+        Raises OSError if the connection was closed or does not know the key.
+        """
+        size = _HEADER.size + ANSWER_BYTES
+        chunk = self.connection.recv(size - len(self._received))
+        self._received += chunk
+        if chunk and len(self._received) < size:
+            return None
+        answer = self._received[_HEADER.size :]
+        rank = int.from_bytes(answer[:8], "big")
+        if self._received[: _HEADER.size] == _HEADER.pack(ANSWER_BYTES) and hmac.compare_digest(
+            answer[8:], _proof(self._key, self._challenge, rank)
+        ):
+            return rank
+        raise ConnectionError("the connection does not know the key")
 
 
 def connect_to_rank_0(address: tuple[str, int], key: bytes, rank: int, timeout_s: float) -> Channel:
     """Connect `rank` to rank 0 at `address` and authenticate with `key`. Raises OSError if that fails."""
     connection = socket.create_connection(address, timeout=timeout_s)
-    challenge = receive_frame(connection)
+    challenge = _receive_exactly(connection, _HEADER.size + CHALLENGE_BYTES)
     if challenge is None:
         raise ConnectionError("rank 0 closed the connection before it sent its challenge")
-    send_frame(connection, rank.to_bytes(8, "big") + _proof(key, challenge, rank))
+    send_frame(connection, rank.to_bytes(8, "big") + _proof(key, challenge[_HEADER.size :], rank))
     return Channel(connection, peer=0)

@@ -1,11 +1,11 @@
 """The coordinator of one engine's trainer ranks: a call happens on all ranks, or fails on all with the same error.
 
-The coordinator and its ranks form a star of sockets with rank 0 in the middle. For each call, every rank sends rank 0
-a message when it arrives, with its contribution or its error. When all ranks have arrived, rank 0 runs the call's
-action and sends the outcome to all. An error that is not of this library is raised unchanged by rank 0 and as a
-PeerError by the other ranks. After the start no collective operation of the trainer's process group is used, so
-no rank can be left inside a collective. A rank that dies closes its connection, and all ranks notice that at once. A
-rank that never arrives is named when the deadline passes.
+The coordinator and its ranks form a star of sockets with rank 0 in the middle. For each call, every rank sends rank 0 a
+message when it arrives, with its contribution or its error. When all ranks have arrived, rank 0 runs the call's action
+and sends the outcome to all. An error that is not of this library is raised unchanged by rank 0 and as a PeerError by
+the other ranks. An interrupt of a rank that waits ends the call on all ranks at once. A rank that dies closes its
+connection, and all ranks notice that at once. Ranks whose main threads wait for each other in different calls learn it
+at once. A rank that never arrives is named when the deadline passes.
 """
 
 from __future__ import annotations
@@ -87,10 +87,15 @@ class RankCoordinator:
         if self.size == 1:
             self._raise_failure_or(error)
             return action([contribution or {}])
-        arrival = arrival_message(contribution, error)
+        arrival = arrival_message(contribution, error, blocks=threading.current_thread() is threading.main_thread())
         if self.rank != 0:
             outcome = self._arrive(call_id, arrival)
-            if wait([outcome], self._outcome_timeout_s(action_timeout_s)).not_done:
+            try:
+                is_done = not wait([outcome], self._outcome_timeout_s(action_timeout_s)).not_done
+            except BaseException as interrupt:
+                self._leave(call_id, interrupt)
+                raise
+            if not is_done:
                 self._on_overdue(call_id, action_timeout_s)
             return result_of(outcome.result())
         contributions = self._collect(call_id, arrival)
@@ -103,14 +108,15 @@ class RankCoordinator:
         call_id: str,
         action: Callable[[list[Json]], Awaitable[Any]],
         *,
+        contribution: Json | None = None,
         error: VerlServerError | None = None,
         action_timeout_s: float | None = None,
     ) -> Any:
-        """`agree` for an event loop, without contributions. Any number of such calls may run at the same time."""
+        """`agree` for an event loop. Any number of such calls may run at the same time."""
         if self.size == 1:
             self._raise_failure_or(error)
-            return await action([{}])
-        arrival = arrival_message(None, error)
+            return await action([contribution or {}])
+        arrival = arrival_message(contribution, error, blocks=False)
         if self.rank != 0:
             outcome = asyncio.wrap_future(self._arrive(call_id, arrival))
             try:
@@ -123,7 +129,7 @@ class RankCoordinator:
         try:
             contributions = await asyncio.to_thread(self._collect, call_id, arrival)
         except asyncio.CancelledError as cancelled:
-            self._abandon(call_id, cancelled)
+            self._leave(call_id, cancelled)
             raise
         with OutcomeSender(self, call_id) as sender:
             sender.result = await action(contributions)
@@ -209,37 +215,62 @@ class RankCoordinator:
     def _collect(self, call_id: str, arrival: Json) -> list[Json]:
         """On rank 0: wait for all ranks. Raises the first error that a rank contributed, on all ranks."""
         arrivals = self._calls.add_own_arrival(call_id, arrival)
-        with OutcomeSender(self, call_id, only_failure=True, before_all_arrived=True):
-            try:
-                if wait([arrivals.complete], self._arrival_timeout_s).not_done:
-                    missing = sorted(set(range(self.size)) - arrivals.by_rank.keys())
-                    raise not_arrived(missing, call_id, self._arrival_timeout_s)
-                arrivals.complete.result()
-            finally:
-                self._calls.remove_arrivals(call_id)
-            for rank in range(self.size):
-                error = arrivals.by_rank[rank].get("error")
-                if error is not None:
-                    raise from_wire(error)
-            return [arrivals.by_rank[rank]["contribution"] for rank in range(self.size)]
+        try:
+            self._check_calls(call_id, 0)
+            if wait([arrivals.complete], self._arrival_timeout_s).not_done:
+                missing = sorted(set(range(self.size)) - arrivals.by_rank.keys())
+                found = {rank: self._calls.waiting_elsewhere(call_id, rank) for rank in missing}
+                elsewhere = {rank: call for rank, call in found.items() if call is not None}
+                self._fail_call(call_id, not_arrived(list(found), call_id, self._arrival_timeout_s, elsewhere))
+            arrivals.complete.result()
+        except VerlServerError:
+            raise
+        except BaseException as interrupt:
+            self._leave(call_id, interrupt)
+            raise
+        finally:
+            self._calls.remove_arrivals(call_id)
+        for rank in range(self.size):
+            if (error := arrivals.by_rank[rank].get("error")) is not None:
+                failure = from_wire(error)
+                self.send_outcome(call_id, {"error": to_wire(failure)})
+                raise failure
+        return [arrivals.by_rank[rank]["contribution"] for rank in range(self.size)]
 
-    def send_outcome(self, call_id: str, outcome: Json, *, before_all_arrived: bool) -> None:
+    def _check_calls(self, call_id: str, rank: int) -> None:
+        """On rank 0: end the call if this rank and another rank wait for each other in different calls."""
+        if (found := self._calls.find_different_calls(call_id, rank)) is not None:
+            other_call, error = found
+            self._fail_call(call_id, error)
+            self._fail_call(other_call, error)
+
+    def _fail_call(self, call_id: str, error: VerlServerError, interrupt: BaseException | None = None) -> None:
+        """On rank 0: end a call on all ranks, unless all have arrived at it.
+
+        `interrupt`: what rank 0 raises instead of `error`.
+        """
+        outcome = {"error": to_wire(error)}
+        if self._calls.fail(call_id, outcome, interrupt or copy.copy(error)):
+            self._send_to_all({"call_id": call_id, "outcome": outcome})
+
+    def send_outcome(self, call_id: str, outcome: Json) -> None:
         """On rank 0: send `{"result": ...}` or `{"error": ...}` of a call to all ranks.
 
         Raises TypeError for a result that JSON cannot carry. The other ranks then receive this error.
         """
-        if before_all_arrived:
-            self._calls.remember_failure(call_id, outcome)
         try:
             self._send_to_all({"call_id": call_id, "outcome": outcome})
         except TypeError as error:
             self._send_to_all({"call_id": call_id, "outcome": {"error": to_peer_wire(error, self.rank)}})
             raise
 
-    def _abandon(self, call_id: str, error: BaseException) -> None:
-        """On rank 0: `error` ends a call while rank 0 waits for the other ranks."""
-        self.send_outcome(call_id, {"error": to_peer_wire(error, self.rank)}, before_all_arrived=True)
-        self._calls.stop_waiting(call_id, error)
+    def _leave(self, call_id: str, interrupt: BaseException) -> None:
+        """`interrupt` ends the wait of this rank in a call: the call fails on all ranks, unless all have arrived."""
+        wire = to_peer_wire(interrupt, self.rank)
+        if self.rank != 0:
+            self._channels[0].send({"call_id": call_id, "left": wire})
+        else:
+            self._fail_call(call_id, from_wire(wire), interrupt)
 
     def _outcome_timeout_s(self, action_timeout_s: float | None) -> float:
         return self._arrival_timeout_s + (action_timeout_s or 0.0) + OUTCOME_SLACK_S
@@ -264,15 +295,18 @@ class RankCoordinator:
         elif "first_error" in message:
             if self._calls.set_first_error(message["call_id"], message["first_error"]):
                 self._send_to_all(message, source=peer)
+        elif "left" in message:
+            self._fail_call(message["call_id"], from_wire(message["left"]))
         elif "arrival" in message:
             outcome = self._calls.add_arrival(message["call_id"], peer, message["arrival"])
             if outcome is not None:
                 self._channels[peer].send({"call_id": message["call_id"], "outcome": outcome})
+            else:
+                self._check_calls(message["call_id"], peer)
         elif "overdue" in message:
-            call_id = message["call_id"]
-            late = {"error": to_wire(not_arrived([0], call_id, self._arrival_timeout_s))}
-            if self._calls.fail_if_not_made(call_id, late):
-                self._send_to_all({"call_id": call_id, "outcome": late})
+            if not self._calls.is_made(message["call_id"]):
+                late = not_arrived([0], message["call_id"], self._arrival_timeout_s, {})
+                self._fail_call(message["call_id"], late)
         elif "event" in message:
             self._calls.add_event(message["call_id"], message["event"])
         else:

@@ -13,11 +13,8 @@ if TYPE_CHECKING:
 class OutcomeSender:
     """Sends all ranks the outcome of a call when the body ends: `result`, or the error that the body raised."""
 
-    def __init__(
-        self, coordinator: RankCoordinator, call_id: str, only_failure: bool = False, before_all_arrived: bool = False
-    ) -> None:
-        self._coordinator, self._call_id, self._only_failure = coordinator, call_id, only_failure
-        self._before_all_arrived = before_all_arrived
+    def __init__(self, coordinator: RankCoordinator, call_id: str) -> None:
+        self._coordinator, self._call_id = coordinator, call_id
         self.result: Any = None
 
     def __enter__(self) -> OutcomeSender:
@@ -25,7 +22,6 @@ class OutcomeSender:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            outcome = {"error": to_peer_wire(error, self._coordinator.rank)}
-            self._coordinator.send_outcome(self._call_id, outcome, before_all_arrived=self._before_all_arrived)
-        elif not self._only_failure:
-            self._coordinator.send_outcome(self._call_id, {"result": self.result}, before_all_arrived=False)
+            self._coordinator.send_outcome(self._call_id, {"error": to_peer_wire(error, self._coordinator.rank)})
+        else:
+            self._coordinator.send_outcome(self._call_id, {"result": self.result})

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.errors import VerlServerError, from_wire, to_wire
-from verl_server.ranks.call_messages import call_number, operation_of
+from verl_server.ranks.call_messages import call_number, different_calls, operation_of
 from verl_server.types import Json
 
 MAX_REMEMBERED_OUTCOMES = 1000
-"""Maximum number of failed calls whose outcome rank 0 keeps for ranks that arrive late."""
+"""Maximum number of calls of which rank 0 keeps how they were settled, for ranks that arrive late."""
 
 
 @dataclass
@@ -38,8 +38,9 @@ class PendingCalls:
         self._call_counts: dict[str, int] = defaultdict(int)
         self._arrivals: dict[str, Arrivals] = {}
         self._outcomes: dict[str, Future[Json]] = {}
-        self._early_failures: dict[str, Json] = {}
         self._first_errors: dict[str, Json] = {}
+        self._settled: dict[str, Json | None] = {}
+        """On rank 0: the outcome of calls that failed before all ranks had arrived. None: all ranks have arrived."""
         self._streams: dict[str, queue.SimpleQueue[Json]] = {}
         self.failure: VerlServerError | None = None
         """Why no call can succeed any more, or None. Calls raise copies: a raised error refers to their frames."""
@@ -55,16 +56,20 @@ class PendingCalls:
     def add_own_arrival(self, call_id: str, arrival: Json) -> Arrivals:
         """Record that rank 0 has arrived. Raises `failure` if it is set, and the call's error if rank 0 is too late."""
         with self._lock:
-            if self.failure is not None:
-                raise copy.copy(self.failure)
-            if (outcome := self._early_failures.get(call_id)) is not None:
-                raise from_wire(outcome["error"])
+            self._require_open(call_id)
             return self._add(call_id, 0, arrival)
+
+    def _require_open(self, call_id: str) -> None:
+        """Raise the error with which the call has ended already, or `failure`. A rank may have shut down after both."""
+        if (outcome := self._settled.get(call_id)) is not None:
+            raise from_wire(outcome["error"])
+        if self.failure is not None:
+            raise copy.copy(self.failure)
 
     def add_arrival(self, call_id: str, rank: int, arrival: Json) -> Json | None:
         """Record that another rank has arrived. Returns the call's outcome if the call has failed already."""
         with self._lock:
-            outcome = self._early_failures.get(call_id)
+            outcome = self._settled.get(call_id)
             if outcome is None:
                 self._add(call_id, rank, arrival)
             return outcome
@@ -73,41 +78,58 @@ class PendingCalls:
         arrivals = self._arrivals.setdefault(call_id, Arrivals())
         arrivals.by_rank[rank] = arrival
         if len(arrivals.by_rank) == self._num_ranks:
+            self._settle(call_id, None)
             with contextlib.suppress(InvalidStateError):  # rank 0 does not wait any more
                 arrivals.complete.set_result(None)
         return arrivals
+
+    def waiting_elsewhere(self, call_id: str, rank: int) -> str | None:
+        """The call, other than `call_id`, in which the main thread of `rank` waits."""
+        with self._lock:
+            return self._waiting_elsewhere(call_id, rank)
+
+    def _waiting_elsewhere(self, call_id: str, rank: int) -> str | None:
+        calls = (call for call, arrivals in self._arrivals.items() if arrivals.by_rank.get(rank, {}).get("blocks"))
+        return next((call for call in calls if call != call_id), None)
+
+    def find_different_calls(self, call_id: str, rank: int) -> tuple[str, VerlServerError] | None:
+        """Another call whose main thread waits for `rank`, which waits in `call_id` for that rank; and the error."""
+        with self._lock:
+            arrivals = self._arrivals.get(call_id)
+            if arrivals is None or not arrivals.by_rank.get(rank, {}).get("blocks"):
+                return None
+            for other in set(range(self._num_ranks)) - arrivals.by_rank.keys():
+                other_call = self._waiting_elsewhere(call_id, other)
+                if other_call is not None and rank not in self._arrivals[other_call].by_rank:
+                    return other_call, different_calls({rank: call_id, other: other_call})
+        return None
 
     def remove_arrivals(self, call_id: str) -> None:
         """Forget who has arrived at a call."""
         with self._lock:
             self._arrivals.pop(call_id, None)
 
-    def stop_waiting(self, call_id: str, error: BaseException) -> None:
-        """Make the thread that waits for the other ranks at a call raise `error`."""
+    def fail(self, call_id: str, outcome: Json, error: BaseException) -> bool:
+        """End a call with an outcome, on rank 0 with `error`, unless all ranks have arrived or it has ended already."""
         with self._lock:
+            if call_id in self._settled:
+                return False
+            self._settle(call_id, outcome)
             arrivals = self._arrivals.pop(call_id, None)
         if arrivals is not None:
-            with contextlib.suppress(InvalidStateError):  # all ranks have arrived in the meantime
+            with contextlib.suppress(InvalidStateError):  # rank 0 does not wait any more
                 arrivals.complete.set_exception(error)
+        return True
 
-    def remember_failure(self, call_id: str, outcome: Json) -> None:
-        """Keep the outcome of a call that failed before all ranks had arrived, for the ranks that arrive later."""
+    def is_made(self, call_id: str) -> bool:
+        """Whether rank 0 itself has made a call."""
         with self._lock:
-            self._remember_failure(call_id, outcome)
+            return self._call_counts[operation_of(call_id)] >= call_number(call_id)
 
-    def _remember_failure(self, call_id: str, outcome: Json) -> None:
-        self._early_failures[call_id] = outcome
-        if len(self._early_failures) > MAX_REMEMBERED_OUTCOMES:
-            self._early_failures.pop(next(iter(self._early_failures)))
-
-    def fail_if_not_made(self, call_id: str, outcome: Json) -> bool:
-        """`remember_failure` for a call that rank 0 has not made. Returns False if rank 0 has made the call."""
-        with self._lock:
-            if self._call_counts[operation_of(call_id)] >= call_number(call_id):
-                return False
-            self._remember_failure(call_id, outcome)
-            self._arrivals.pop(call_id, None)
-            return True
+    def _settle(self, call_id: str, outcome: Json | None) -> None:
+        self._settled[call_id] = outcome
+        if len(self._settled) > MAX_REMEMBERED_OUTCOMES:
+            self._settled.pop(next(iter(self._settled)))
 
     # -- all ranks ----------------------------------------------------------------------------------
 
@@ -132,8 +154,7 @@ class PendingCalls:
         """A future of the outcome that rank 0 will send. Raises `failure` if it is set."""
         outcome: Future[Json] = Future()
         with self._lock:
-            if self.failure is not None:
-                raise copy.copy(self.failure)
+            self._require_open(call_id)
             self._outcomes[call_id] = outcome
         return outcome
 
@@ -141,6 +162,8 @@ class PendingCalls:
         """Record the outcome that rank 0 sent."""
         with self._lock:
             future = self._outcomes.pop(call_id, None)
+            if future is None and "error" in outcome:  # this rank has not arrived yet
+                self._settle(call_id, outcome)
         if future is not None:
             with contextlib.suppress(InvalidStateError):  # the event loop may cancel the call at any time
                 future.set_result(outcome)

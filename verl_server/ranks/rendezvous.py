@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import select
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 from verl_server.errors import BadInputError, PeerError, from_wire, to_wire
-from verl_server.ranks.channel import Channel, accept_rank, connect_to_rank_0
+from verl_server.ranks.channel import MAX_HANDSHAKES, Channel, Handshake, connect_to_rank_0
 from verl_server.ranks.machine import reachable_address
 
 
@@ -38,7 +40,7 @@ def connect_ranks(
             raise
         key = secrets.token_bytes(32)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family, backlog=size) as listener:
+        with socket.create_server((host, 0), family=family, backlog=size + MAX_HANDSHAKES) as listener:
             broadcast_from_rank_0([host, listener.getsockname()[1], key.hex()])
             return _accept_all(listener, key, size, timeout_s)
     address = broadcast_from_rank_0(None)
@@ -53,25 +55,49 @@ def connect_ranks(
 
 
 def _accept_all(listener: socket.socket, key: bytes, size: int, timeout_s: float) -> dict[int, Channel]:
-    channels: dict[int, Channel] = {}
+    """Accept the connections of all other ranks. Handshakes go side by side, so that no connection delays another."""
+    accepted: dict[int, socket.socket] = {}
+    handshakes: dict[socket.socket, Handshake] = {}
     deadline = time.monotonic() + timeout_s
-    while len(channels) < size - 1:
-        listener.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            missing = sorted(set(range(1, size)) - channels.keys())
-            for channel in channels.values():
-                channel.close()
-            raise PeerError(
-                f"rank(s) {missing} did not connect to rank 0 within {timeout_s:g} s", ranks=missing
-            ) from None
-        rank = accept_rank(connection, key)
-        if rank is None or rank in channels or not 0 < rank < size:
+    listener.setblocking(False)
+    try:
+        while len(accepted) < size - 1 and time.monotonic() < deadline:
+            ready = _readable([listener, *handshakes], min(deadline - time.monotonic(), 1.0))
+            for connection in ready:
+                if connection is listener:
+                    with contextlib.suppress(OSError):  # the new connection is gone already
+                        new = listener.accept()[0]
+                        handshakes[new] = Handshake(new, key)
+                    continue
+                try:
+                    rank = handshakes[connection].receive()
+                except OSError:
+                    handshakes.pop(connection).connection.close()
+                    continue
+                if rank is not None:
+                    del handshakes[connection]
+                    if rank in accepted or not 0 < rank < size:
+                        connection.close()
+                    else:
+                        accepted[rank] = connection
+            late = [one for one, handshake in handshakes.items() if time.monotonic() > handshake.deadline]
+            for connection in late or list(handshakes)[:-MAX_HANDSHAKES]:
+                handshakes.pop(connection).connection.close()
+    finally:
+        for connection in (*handshakes, *(accepted.values() if len(accepted) < size - 1 else ())):
             connection.close()
-        else:
-            channels[rank] = Channel(connection, rank)
-    return channels
+    if missing := sorted(set(range(1, size)) - accepted.keys()):
+        raise PeerError(f"rank(s) {missing} did not connect to rank 0 within {timeout_s:g} s", ranks=missing)
+    return {rank: Channel(connection, rank) for rank, connection in accepted.items()}
+
+
+def _readable(sockets: list[socket.socket], timeout_s: float) -> list[socket.socket]:
+    """The sockets that have something to read, after `timeout_s` seconds at most."""
+    by_number = {one.fileno(): one for one in sockets}
+    poll = select.poll()
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in poll.poll(1000.0 * max(timeout_s, 0.0))]
 
 
 def _address_for_ranks(multiple_machines: bool | None) -> str:

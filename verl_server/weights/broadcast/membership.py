@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
 from verl_server.ranks.machine import machine_id
 from verl_server.types import Json
 from verl_server.weights.broadcast.placement import ReceiverPlacement, wait_for_receivers
-from verl_server.weights.broadcast.store import arrival_key, cancel_key, connect_to_store, report_key, set_json
+from verl_server.weights.broadcast.store import (
+    FORMING_TIMEOUT_S,
+    TRAINER_ANSWER_TIMEOUT_S,
+    arrival_key,
+    cancel_key,
+    connect_to_store,
+    report_key,
+    set_json,
+    within,
+)
 from verl_server.weights.reports import Report
 
 
@@ -50,6 +60,10 @@ class Membership(ABC):
         """Announce this receiver, and wait until all receivers have announced themselves."""
         self.store.set(arrival_key(self.group_name, self.receiver), machine_id())
         return wait_for_receivers(self.store, self.group_name, num_receivers, is_wanted=lambda: not self.is_cancelled())
+
+    def form(self, form_group: Callable[[Any], Any]) -> Any:
+        """The process group that `form_group(store)` forms. Raises ConnectionError if the trainer has vanished."""
+        return within(FORMING_TIMEOUT_S + TRAINER_ANSWER_TIMEOUT_S, lambda: form_group(self.store.torch_store))
 
     def is_cancelled(self) -> bool:
         """Whether the trainer has abandoned the group."""

@@ -156,7 +156,9 @@ class MirrorMember(Membership):
             try:
                 set_json(self.store, location_key, self.mirror.location)
                 address = own_address(self.trainer_host)
-                self.group = form_gloo_group(self.store, self.group_name, group_rank, placement.group_size, address)
+                self.group = self.form(
+                    lambda store: form_gloo_group(store, self.group_name, group_rank, placement.group_size, address)
+                )
             except BaseException:
                 self.mirror.close()  # it is as large as the model
                 raise

@@ -96,13 +96,15 @@ class BucketMember(Membership):
             self.buckets = HostBucketMemory(mmap.mmap(-1, NUM_BUCKETS * bucket_bytes), 0, bucket_bytes)
         try:
             self.announce_and_wait(message["num_receivers"])
-            self.group = form_group(
-                message["device_type"],
-                self.store,
-                self.group_name,
-                1 + self.receiver,
-                1 + message["num_receivers"],
-                own_address(self.trainer_host),
+            self.group = self.form(
+                lambda store: form_group(
+                    message["device_type"],
+                    store,
+                    self.group_name,
+                    1 + self.receiver,
+                    1 + message["num_receivers"],
+                    own_address(self.trainer_host),
+                )
             )
         except BaseException:
             self.buckets.close()

@@ -86,7 +86,7 @@ class StagedUpdater(WeightUpdater):
         self, named_tensors: NamedTensors, options: UpdateOptions, refusal: VerlServerError | None
     ) -> WeightUpdateResult:
         started = time.monotonic()
-        call_id = self.coordinator.next_call_id("update_weights")
+        call_id = self.coordinator.next_call_id("update_weights_from_tensor")
         checksums = StagedChecksums(self._arena.tensor)
         writer = ShardWriter(
             self._arena.tensor,

@@ -87,7 +87,7 @@ class StreamedUpdater(WeightUpdater):
     def _update(
         self, named_tensors: NamedTensors, options: UpdateOptions, refusal: VerlServerError | None
     ) -> WeightUpdateResult:
-        call_id = self.coordinator.next_call_id("update_weights")
+        call_id = self.coordinator.next_call_id("update_weights_from_tensor")
         source: TensorSource | None = None
         error = refusal
         if refusal is None:

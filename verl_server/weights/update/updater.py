@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,6 +67,9 @@ class WeightUpdater(ABC):
         """On rank 0: tensors that this engine has published. A server that loads its checkpoint again lacks them."""
         self.starts_from_checkpoint = False
         """Whether the servers had the weights of their checkpoint before the first update. Set by the engine."""
+        self._is_updating = False
+        self._reading_error: BaseException | None = None
+        """The exception of the caller's iterator in the current update, on the rank that has read it."""
         self.released_memory: frozenset[str] = frozenset()
         """Parts of the servers' memory that are released. Set by the engine."""
 
@@ -82,7 +86,31 @@ class WeightUpdater(ABC):
             refusal = BadInputError(
                 "the memory of the server's weights is released: call resume_memory_occupation(['weights']) first"
             )
-        return self._update(named_tensors, options, refusal)
+        with self.exclusive():
+            return self._update(named_tensors, options, refusal)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """One update at a time. The rank whose iterator has failed raises an error with that exception as its cause.
+
+        It raises the exception itself if this is no `Exception`, for example KeyboardInterrupt.
+        """
+        if self._is_updating:
+            raise BadInputError(
+                "this engine is in another weight update: the generator of an update cannot start an update, and two "
+                "threads cannot update at the same time"
+            )
+        self._is_updating = True
+        try:
+            yield
+        except VerlServerError as failure:
+            if (own := self._reading_error) is None:
+                raise
+            if not isinstance(own, Exception):
+                raise own from failure
+            raise failure from own
+        finally:
+            self._is_updating, self._reading_error = False, None
 
     @abstractmethod
     def _update(
@@ -238,13 +266,10 @@ class WeightUpdater(ABC):
             return read(), None
         except VerlServerError as error:
             return None, error
-        except Exception as error:  # noqa: BLE001 - the caller's iterator failed: every rank must learn of it
-            rank = self.coordinator.rank
-            wrapped = PeerError(
-                f"reading named_tensors failed on rank {rank}: {type(error).__name__}: {error}", ranks=[rank]
-            )
-            wrapped.__cause__ = error
-            return None, wrapped
+        except BaseException as error:  # noqa: BLE001 - the caller's iterator failed: every rank must learn of it
+            self._reading_error, rank = error, self.coordinator.rank
+            message = f"reading named_tensors failed on rank {rank}: {type(error).__name__}: {error}"
+            return None, PeerError(message, ranks=[rank])
 
     def run_writing(
         self, writer: ShardWriter, call_id: str, write: Callable[[], R]
