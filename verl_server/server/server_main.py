@@ -67,6 +67,7 @@ def serve(server_args: dict[str, Any]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     from verl_server.server.argument_check import find_refusal
+    from verl_server.server.process_header import ProcessHeader
 
     refusal = find_refusal(server_args)
     if refusal is None:
@@ -77,6 +78,9 @@ def serve(server_args: dict[str, Any]) -> None:
     if refusal is not None:
         print(REFUSAL + refusal, flush=True)
         sys.exit(EXIT_BAD_ARGUMENT)
+    from sglang.srt.entrypoints.http_server import app
+
+    app.add_middleware(ProcessHeader)
     run_server(parsed)
 
 
