@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 
 NAMESPACE = "verl_server"
-ENDING_S = 10.0
-"""Seconds within which the actors of a job that has ended are ended by Ray."""
 
 
 class RayLauncher:
@@ -140,7 +138,7 @@ class RayLauncher:
         check_abort: AbortCheck,
     ) -> Any:
         """Create an actor. Waits while an earlier actor of the same name has not ended yet."""
-        started = time.monotonic()
+        deadline = time.monotonic() + config.timeouts.start_s
         while True:
             try:
                 return (
@@ -156,23 +154,14 @@ class RayLauncher:
                     .remote()
                 )
             except ValueError as error:  # an actor has the name already
-                waited_s = time.monotonic() - started
-                if waited_s > config.timeouts.start_s or (waited_s > ENDING_S and self._answers(name)):
+                if time.monotonic() > deadline:
                     raise StartupError(
-                        f"another fleet uses the name {name} in the namespace {self._namespace} of this Ray cluster; "
-                        "give each fleet a namespace of its own: RayLauncher(namespace=...)"
+                        f"another actor has the name {name} in the namespace {self._namespace}; use another namespace "
+                        "for each fleet"
                     ) from error
                 if (reason := check_abort()) is not None:
                     raise reason from error
                 time.sleep(POLL_INTERVAL_S)
-
-    def _answers(self, name: str) -> bool:
-        """Whether the actor of this name lives."""
-        try:
-            ray.get(ray.get_actor(name, namespace=self._namespace).remote_server.remote(), timeout=ANSWER_TIMEOUT_S)
-        except (RayError, ValueError):
-            return False
-        return True
 
     def forget_replica(self, name: str) -> None:
         with self._lock:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from verl_server.adapter.engine import get_engine
 from verl_server.config import AdapterConfig
@@ -27,11 +26,6 @@ from verl_server.types import Json
 POLL_INTERVAL_S = 0.5
 ANSWER_TIMEOUT_S = 30.0
 """Seconds within which an actor on a living node answers a short call."""
-
-
-UNAVAILABLE_S = 120.0
-"""Seconds without an answer after which an actor that Ray cannot reach counts as dead. Ray itself reports the end of a
-node after about 30 s without a sign of life."""
 
 
 class ServerActor:
@@ -120,7 +114,6 @@ class RayServer(ExitNotifier):
 
     def _watch(self) -> None:
         """Ask all actors repeatedly. The first end that an actor reports is the end of the server."""
-        silent_since = time.monotonic()
         while self.exit is None:
             try:
                 reports = ray.get(
@@ -128,19 +121,12 @@ class RayServer(ExitNotifier):
                 )
             except GetTimeoutError:
                 continue  # a busy node; a call to a dead node raises RayError
-            except ActorUnavailableError as error:  # no connection now; the actor may live, and its server with it
-                if time.monotonic() - silent_since > UNAVAILABLE_S:
-                    self.note_exit(ExitStatus(f"its Ray actor cannot be reached: {first_line(error)}", None, ""))
-                    return
-                self.wait_exit(POLL_INTERVAL_S)
-                continue
             except RayError as error:
                 self.note_exit(ExitStatus(f"its Ray actor: {first_line(error)}", None, ""))
                 return
             except Exception as error:  # noqa: BLE001 - Ray itself was shut down
                 self.note_exit(ExitStatus(f"Ray: {first_line(error)}", None, ""))
                 return
-            silent_since = time.monotonic()
             nodes = [SchedulerCpu(**report["cpu"]) for report in reports if report["cpu"] is not None]
             self._cpu = SchedulerCpu(sum(node.own_s for node in nodes), sum(node.helpers_s for node in nodes))
             for report in reports:
