@@ -79,6 +79,9 @@ class SGLangModel:
     def end_weight_update(self) -> None:
         self._on_all_ranks("postprocess")
 
+    def check_weights(self) -> int:
+        return 0
+
     def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
         return False
 

@@ -77,6 +77,9 @@ class ModelServers:
     def end_weight_update(self) -> None:
         self.steps.append("end")
 
+    def check_weights(self) -> int:
+        return 0
+
     def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
         return False
 

@@ -22,7 +22,7 @@ from helpers import (
 )
 
 from verl_server import PauseMode, RemoteServer, VerlEngine
-from verl_server.errors import BadInputError, NotReadyError, WeightManifestError
+from verl_server.errors import BadInputError, NotReadyError, ServerError, WeightManifestError
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -176,13 +176,17 @@ def _push_shards(rank: int, world: int, server: RemoteServer, folder: str, versi
         return assert_equals_reference(engine, model)
 
 
-def test_two_trainer_ranks_push_shards(engine: VerlEngine, shared_engines: SharedEngines, two_ranks: Ranks) -> None:
+def test_two_trainer_ranks_push_shards(
+    engine: VerlEngine, shared_engines: SharedEngines, two_ranks: Ranks, original: Any
+) -> None:
     server, version = remote_server_of(adapter_of(engine)), engine.weight_version + 1
     first, second = two_ranks.run(_push_shards, server, str(shared_engines.model), version)
     assert first == second, "both ranks get the same tokens"
     assert adapter_of(engine).get_model_info()["weight_version"] == version
     reply = adapter_of(engine).generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
     assert reply["output_ids"] == first[0]
+    with pytest.raises(ServerError, match="another client has changed the weights"):  # the next update takes over
+        engine.update_weights_from_tensor(original.state_dict().items())
 
 
 def test_many_requests_run_across_updates(engine: VerlEngine, original: Any, changed: Any) -> None:

@@ -412,6 +412,26 @@ def test_a_router_and_its_status_report_an_unreachable_replica() -> None:
     assert [(row["name"], row["admitted"]) for row in json.loads(rows.stdout)] == [(replica, False)]
 
 
+def test_a_router_outlives_its_terminal_under_nohup() -> None:
+    """nohup ignores SIGHUP: the signal stays ignored. Without nohup, it ends the router."""
+    command = [*COMMAND, "router", "--replica", "http://127.0.0.1:1"]
+    for prefix in (["nohup"], []):
+        with subprocess.Popen(
+            [*prefix, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**KEYS)
+        ) as router:
+            try:
+                assert router.stdout is not None
+                assert router.stdout.readline().startswith("Ready:")
+                router.send_signal(signal.SIGHUP)
+                if prefix:
+                    with pytest.raises(subprocess.TimeoutExpired):
+                        router.wait(2)
+                    router.terminate()
+                router.wait(30)
+            finally:
+                router.kill()
+
+
 def test_the_router_names_a_port_that_is_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from verl_server import VerlEngine, WeightsConfig
 from verl_server.adapter.sglang.replies import released_memory
-from verl_server.platforms.http_hooks import add_released_memory
+from verl_server.platforms.http_hooks import add_state
 from verl_server.server.process import ServerProcess
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
@@ -189,7 +189,7 @@ def require_plugin(engine: VerlEngine) -> None:
     process = engine.adapter.process
     assert isinstance(process, ServerProcess)
     is_told = released_memory(engine.adapter.get_server_info()) is not None
-    assert is_told or f"the hook {add_released_memory.__qualname__} is inactive" in process.log_path.read_text()
+    assert is_told or f"the hook {add_state.__qualname__} is inactive" in process.log_path.read_text()
 
 
 @rehearsable

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import socket
 import threading
 import traceback
 import weakref
@@ -23,6 +24,7 @@ from stub_servers import serving
 from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, RemoteServer
 from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.errors import BadInputError, ServerDiedError, ServerError, UnsupportedError
+from verl_server.router.client import RouterClient
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import StaticReplicas
 from verl_server.server.cpu_time import SchedulerCpu
@@ -445,3 +447,110 @@ def test_a_reply_that_contradicts_itself_is_an_error_of_the_replica(
             await adapter.close_connections()
 
     asyncio.run(run())
+
+
+def test_an_address_of_several_servers_is_refused_by_a_router(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name with several addresses, as of a headless service, and an address behind which servers answer in turns."""
+    answers = iter(["a", "b"] + ["a"] * 1000)
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        return web.json_response({"weight_version": "3"}, headers={"x-verl-server-process": next(answers)})
+
+    def addresses(host: str, port: int, *_: Any, **__: Any) -> Any:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in ("192.0.2.1", "192.0.2.2")]
+
+    async def run() -> list[str]:
+        async with serving(web.Server(answer)) as url:
+            names = [url, "http://policy.invalid:1"]
+            dispatcher = Dispatcher()
+            replicas = StaticReplicas([RemoteServer(name) for name in names])
+            lookup = socket.getaddrinfo
+            monkeypatch.setattr(
+                socket,
+                "getaddrinfo",
+                lambda host, *a, **k: (addresses if "policy" in str(host) else lookup)(host, *a, **k),
+            )
+            try:
+                await replicas.start(dispatcher)
+                assert replicas._probed is not None
+                for _ in range(3):
+                    await replicas._probed.probe_all()
+                return [dispatcher.pool.replicas[name].problem for name in names]
+            finally:
+                await replicas.close()
+                await dispatcher.close()
+
+    turns, several = asyncio.run(run())
+    assert "several servers answer at" in turns
+    assert "policy.invalid has the addresses 192.0.2.1, 192.0.2.2" in several
+
+
+def test_a_router_sends_no_requests_to_a_server_that_came_back_with_its_checkpoint() -> None:
+    versions = {"first": "5", "second": "5"}
+
+    def server(name: str) -> web.Server:
+        async def answer(request: web.BaseRequest) -> web.StreamResponse:
+            return web.json_response({"weight_version": versions[name]})
+
+        return web.Server(answer)
+
+    async def run() -> None:
+        async with serving(server("first")) as first, serving(server("second")) as second:
+            dispatcher, replicas = Dispatcher(), StaticReplicas([RemoteServer(first), RemoteServer(second)])
+            await replicas.start(dispatcher)
+            assert replicas._probed is not None
+
+            async def admitted() -> list[bool]:
+                assert replicas._probed is not None
+                await replicas._probed.probe_all()
+                return [dispatcher.pool.replicas[url].admitted for url in (first, second)]
+
+            try:
+                assert await admitted() == [True, True]
+                versions["second"] = "0"
+                assert await admitted() == [True, False]
+                assert "weight version 0, and another server has version 5" in dispatcher.pool.replicas[second].problem
+                versions["second"] = "6"  # an update has reached it first
+                await admitted()
+                assert await admitted() == [False, True]
+                versions["first"] = "6"
+                assert await admitted() == [True, True]
+            finally:
+                await replicas.close()
+                await dispatcher.close()
+
+    asyncio.run(run())
+
+
+def test_a_router_client_works_in_one_event_loop_after_another() -> None:
+    """`asyncio.run` for each step. The connections of the loops that have ended are closed."""
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        return web.json_response({"output_ids": [1], "meta_info": {}})
+
+    async def step(client: RouterClient) -> Any:
+        return await client.generate(input_ids=[1])
+
+    started, stop = threading.Event(), threading.Event()
+    urls: list[str] = []
+
+    async def serve() -> None:
+        async with serving(web.Server(answer)) as url:
+            urls.append(url)
+            started.set()
+            while not stop.is_set():
+                await asyncio.sleep(0.05)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert started.wait(10)
+        client = RouterClient(urls[0], None)
+        for _ in range(3):
+            assert asyncio.run(step(client))["output_ids"] == [1]
+        asyncio.run(client.close())
+    finally:
+        stop.set()
+        thread.join(10)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import GREEDY, wait_until
+import torch
+from both_engines import KINDS, SharedEngines
+from helpers import GREEDY, adapter_of, free_port, processes, reference_model, remote_server_of, wait_until
+from pushing_trainer import push_once
+from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server import HttpServerEngineAdapter
+from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.adapter.sglang.replies import count_requests
 from verl_server.config import MemoryTag
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError
+from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerError, TornWeightsError
 from verl_server.platforms import memory_hooks
-from verl_server.platforms.http_hooks import RELEASED_MEMORY, add_released_memory
+from verl_server.platforms.http_hooks import RELEASED_MEMORY, add_state
 
 KV_CACHE = MemoryTag.KV_CACHE.value
 
@@ -103,10 +108,12 @@ def test_schedulers_run_no_batch_without_memory(monkeypatch: pytest.MonkeyPatch)
     """The hooks of all platforms, with an object in place of SGLang's scheduler."""
     monkeypatch.setattr(memory_hooks, "without_batch", lambda arguments: ("nothing", arguments["running_batch"]))
     updater = SimpleNamespace(offload_tags={"weights", KV_CACHE})
-    scheduler = SimpleNamespace(weight_updater=updater, server_args=SimpleNamespace(enable_dp_attention=False))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Linear(1, 1)))
+    server_args = SimpleNamespace(enable_dp_attention=False)
+    scheduler = SimpleNamespace(weight_updater=updater, server_args=server_args, tp_worker=worker)
     reply = SimpleNamespace(internal_state={})
-    add_released_memory(reply, SimpleNamespace(scheduler=scheduler))
-    assert reply.internal_state == {RELEASED_MEMORY: [KV_CACHE, "weights"]}
+    add_state(reply, SimpleNamespace(scheduler=scheduler))
+    assert reply.internal_state[RELEASED_MEMORY] == [KV_CACHE, "weights"]
 
     def original(_: Any, **kwargs: Any) -> str:
         return "a batch"
@@ -120,3 +127,94 @@ def test_schedulers_run_no_batch_without_memory(monkeypatch: pytest.MonkeyPatch)
     scheduler.server_args.enable_dp_attention = False
     updater.offload_tags.clear()
     assert run() == "a batch"
+
+
+def test_a_second_trainer_is_noticed(
+    shared_engine: VerlEngine, adapter: HttpServerEngineAdapter, one_rank: DeviceMesh
+) -> None:
+    """The trainer that comes second takes over. The first one learns of it, and its version does not go back."""
+    folder = adapter.server_args["model_path"]
+    weights = dict(reference_model(folder).state_dict())
+    norm = {"model.norm.weight": weights["model.norm.weight"]}
+    shared_engine.update_weights_from_tensor(weights.items())
+    first = shared_engine.weight_version
+    with VerlEngine(one_rank, servers=[remote_server_of(adapter)], model_path=folder, dtype="float32") as second:
+        for _ in range(2):
+            second.update_weights_from_tensor(weights.items())
+        with pytest.raises(ServerError, match=f"has weight version {first + 2}, .*given it version {first}"):
+            shared_engine.update_weights_from_tensor(weights.items())
+        with pytest.raises(TornWeightsError, match="updated by another client"):
+            shared_engine.generate(input_ids=[1, 2], sampling_params=GREEDY)
+        with pytest.raises(TornWeightsError, match="updated by another client"):
+            shared_engine.update_weights_from_tensor(norm.items())
+        assert second.generate(input_ids=[1], sampling_params=GREEDY)["meta_info"]["weight_version"] == first + 2
+        with pytest.raises(BadInputError, match=f"above the current version {first + 2}"):
+            shared_engine.update_weights_from_tensor(weights.items(), weight_version=first + 1)
+        shared_engine.update_weights_from_tensor(weights.items())
+        assert shared_engine.weight_version == first + 3, "a version names one set of weights"
+        shared_engine.update_weights_from_tensor(norm.items())
+        with pytest.raises(ServerError, match="another client has changed the weights"):
+            second.update_weights_from_tensor(norm.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainers_that_push_at_the_same_time_do_not_mix_weights(
+    kind: str, shared_engines: SharedEngines, one_rank: DeviceMesh, tmp_path: Path
+) -> None:
+    """Another process pushes between this trainer's look at the server and its update: the server's ranks refuse it."""
+    engine, folder = shared_engines.of(kind), str(shared_engines.model)
+    adapter, weights = adapter_of(engine), dict(reference_model(folder).state_dict())
+    engine.update_weights_from_tensor(weights.items())
+    arguments = (folder, tmp_path, "shared_memory", remote_server_of(adapter))
+    process = processes().Process(target=push_once, args=arguments)
+    process.start()
+    process.join(60.0)
+    assert process.exitcode == 0
+    version = adapter.get_model_info()["weight_version"]
+    adapter.asynchronous.connection.known_versions.add(version)  # as if this trainer had looked before
+    try:
+        with pytest.raises(TornWeightsError, match=rf"two trainers update this server: process {process.pid} on"):
+            engine.update_weights_from_tensor(weights.items())
+    finally:
+        adapter.continue_generation()
+        with VerlEngine(one_rank, servers=[remote_server_of(adapter)], model_path=folder, dtype="float32") as next_one:
+            next_one.update_weights_from_tensor(weights.items())
+
+
+def test_a_server_that_was_started_again_needs_all_weights(one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
+    """Its owner starts it again at the same address: it has the weights of its checkpoint, and the same keys."""
+    folder, port = str(tiny("qwen3")), free_port()
+    keys: dict[str, Any] = {"api_key": "generation", "admin_api_key": "administration"}
+    weights = dict(reference_model(folder).state_dict())
+    norm = {"model.norm.weight": weights["model.norm.weight"]}
+    request: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": GREEDY}
+
+    def start() -> HttpServerEngineAdapter:
+        return HttpServerEngineAdapter(folder, dtype="float32", max_total_tokens=4096, port=port, **keys)
+
+    server = start()
+    try:
+        remote = remote_server_of(server)
+        with VerlEngine(one_rank, servers=[remote], model_path=folder, dtype="float32") as engine:
+            server.shutdown()
+            server = start()
+            assert engine.generate(**request)["meta_info"]["weight_version"] == 0, (
+                "nothing was lost: no weights were pushed"
+            )
+            engine.update_weights_from_tensor(weights.items())
+            server.shutdown()
+            server = start()
+            with pytest.raises(ServerError, match="another server process answers"):
+                engine.generate(**request)
+            with pytest.raises(TornWeightsError, match="was started again"):
+                engine.generate(**request)
+            engine.update_weights_from_tensor(weights.items())
+            server.shutdown()
+            server = start()
+            with pytest.raises(TornWeightsError, match="was started again"):
+                engine.update_weights_from_tensor(norm.items())
+            engine.update_weights_from_tensor(weights.items())
+            engine.update_weights_from_tensor(norm.items())
+            assert engine.generate(**request)["meta_info"]["weight_version"] == engine.weight_version == 4
+    finally:
+        server.shutdown()

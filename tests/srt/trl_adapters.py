@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,7 @@ def adapters(servers: RolloutServers, model: str, folder: Path) -> dict[str, Any
         "lora": push(model, LoraConfig(modules_to_save=["norm"], **lora)),
         "dora": push(model, LoraConfig(use_dora=True, **lora)),
         "tied": error_of(lambda: require_tied(model, LoraConfig(r=4, target_modules=["lm_head"]))),
-        "saved": {
-            name: error_of(lambda name=name: require_tied(model, saving(name))) for name in ("embed_tokens", "lm_head")
-        },
+        "saved": {name: error_of(partial(require_tied, model, saving(name))) for name in ("embed_tokens", "lm_head")},
         "saved_together": error_of(lambda: require_tied(model, saving("embed_tokens", ensure_weight_tying=True))),
     }
 

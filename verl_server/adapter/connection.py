@@ -15,7 +15,7 @@ from verl_server.adapter.sglang.replies import prompt_limits, released_memory, r
 from verl_server.adapter.sglang.request_fields import require_known_fields, unlisted_fields
 from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import NotReadyError
-from verl_server.types import Json
+from verl_server.types import Json, parse_weight_version
 
 T = TypeVar("T")
 
@@ -70,7 +70,9 @@ class ServerConnection:
         """Whether this adapter has paused generation for a release of memory, or resumed memory, and has not continued
         generation since."""
         self.weights_undefined = False
-        """Whether this adapter has released the weights, and they were not all loaded since."""
+        """Whether the weights were lost, by a release or with the server's process, and not all loaded since."""
+        self.known_versions: set[int] = set()
+        """Weight versions that the server may have without an update by another client."""
         self.requests_in_flight = 0
         """Number of generation calls of this adapter that have not returned."""
         self.forget_server()
@@ -83,6 +85,13 @@ class ServerConnection:
         self._capabilities = SharedAnswer(lambda: probe_capabilities(self.http))
         self._request_fields = SharedAnswer(lambda: probe_request_fields(self.http))
 
+    def note_restart(self) -> None:
+        """The server was started again: forget its state, and what it has answered about itself."""
+        self.paused = self.is_held = self.needs_continue = False
+        self.released_memory = frozenset()
+        self.known_versions.clear()
+        self.forget_server()
+
     async def call(self, endpoint: Endpoint, body: Json | None = None) -> Any:
         """Send one request and return the decoded reply."""
         reply = await self.http.call(endpoint, body)
@@ -92,6 +101,8 @@ class ServerConnection:
 
     async def call_weights(self, endpoint: Endpoint, body: Json) -> Json:
         """Send one request of a weight update. Raises ServerError when the reply carries `success: false`."""
+        if "weight_version" in body:
+            self.known_versions.add(parse_weight_version(body["weight_version"]))
         return require_success(await self.http.call(endpoint, body), self.base_url + endpoint.path)
 
     async def is_ok(self, endpoint: Endpoint) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +27,8 @@ from verl_server.adapter.sglang.replies import (
 from verl_server.config import Timeouts
 from verl_server.errors import DeadlineError, ServerDiedError, ServerError, VerlServerError
 from verl_server.server.open_files import raise_open_file_limit
-from verl_server.server.ports import open_socket
+from verl_server.server.ports import is_own_address, open_socket
+from verl_server.server.process_header import PROCESS_HEADER
 from verl_server.tracing import trace_headers
 from verl_server.validation import require_key
 
@@ -39,6 +41,8 @@ KEEP_ALIVE_S = 2.0
 RETRY_PAUSE_S = 0.1
 #: Seconds to wait, after a connection broke, for the news that the server's process has ended.
 DEATH_NOTICE_S = 2.0
+#: What to do about an address that leads to several servers.
+ONE_SERVER = "a weight update would reach one of them only. Pass the address of each as a server of its own"
 #: Bytes of one read. Replies with log probabilities are large.
 READ_BUFFER_BYTES = 2**20
 
@@ -77,6 +81,13 @@ class HttpClient:
         self._failure: VerlServerError | None = None
         """The error of `fail`. Every later call raises a copy: a raised error refers to the frames of its callers."""
         self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
+        self.on_restart: Callable[[], bool] | None = None
+        """Called when another server process answers than before. Returns whether the server has lost what the caller
+        relies on: the reply is then not used, and the call raises ServerError. None: any process may answer."""
+        self._processes: list[str] = []
+        """Ids of the server processes that have answered, in the order of their first replies."""
+        self._is_shared = False
+        """Whether an earlier process has answered after a later one."""
         raise_open_file_limit()
 
     async def call(self, endpoint: Endpoint, payload: Any = None) -> Any:
@@ -162,13 +173,35 @@ class HttpClient:
         if self._failure is not None:
             raise copy.copy(self._failure)
 
+    def require_same_process(self, process: str | None) -> None:
+        """Raise ServerError for a reply that comes from another server process than the replies before.
+
+        `process`: the reply's `PROCESS_HEADER`. None if the server, or a proxy in front of it, sends none.
+        """
+        if self.on_restart is None or process is None:
+            return
+        known, url = self._processes, self.base_url
+        if process not in known:
+            known.append(process)
+            if len(known) > 1 and self.on_restart():
+                raise ServerError(
+                    f"another server process answers at {url} than before: the server was started again, and has the "
+                    "weights of its checkpoint",
+                    url=url,
+                )
+        self._is_shared |= process != known[-1]
+        if self._is_shared:
+            raise ServerError(f"several servers answer at {url} in turns: {ONE_SERVER}", url=url)
+
     def pool(self) -> _Pool:
         """The connection pool of the running event loop."""
         loop = asyncio.get_running_loop()
         pool = self._pools.get(loop)
         if pool is None or pool.session.closed:
             self._remove_closed_loops()
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=open_socket)
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=open_socket, resolver=_OneMachineResolver()
+            )
             session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=READ_BUFFER_BYTES)
             pool = self._pools[loop] = _Pool(session)
         return pool
@@ -186,10 +219,7 @@ class HttpClient:
         for loop in [known for known in self._pools if known.is_closed()]:
             pool = self._pools.pop(loop, None)
             if pool is not None and pool.session.connector is not None:
-                closing = pool.session.connector.close().__await__()
-                with suppress(StopIteration):
-                    next(closing)  # runs without an event loop, because nothing has to be awaited
-                closing.close()
+                close_without_loop(pool.session.connector)
 
     async def aclose(self) -> None:
         """Close the connection pool of the running event loop."""
@@ -197,6 +227,20 @@ class HttpClient:
         if pool is not None:
             pool.close_responses()
             await pool.session.close()
+
+
+class _OneMachineResolver(aiohttp.ThreadedResolver):
+    """Refuses a host name of several machines, for example of a headless service of Kubernetes."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[aiohttp.abc.ResolveResult]:
+        found = await super().resolve(host, port, family)
+        for kind in (socket.AF_INET, socket.AF_INET6):  # one machine may have an address of each kind
+            addresses = sorted({each["host"] for each in found if each["family"] == kind})
+            if len(addresses) > 1 and not all(is_own_address(address) for address in addresses):
+                raise ServerError(f"the host name {host} has the addresses {', '.join(addresses)}: {ONE_SERVER}")
+        return found
 
 
 class _Pool:
@@ -248,6 +292,7 @@ class _Request:
         try:
             self._pool.responses.add(response)
             self._http.require_usable()
+            self._http.require_same_process(response.headers.get(PROCESS_HEADER))
         except VerlServerError as error:
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
@@ -279,6 +324,14 @@ class _Request:
             seconds=seconds,
             url=self._url,
         )
+
+
+def close_without_loop(connector: aiohttp.BaseConnector) -> None:
+    """Close the connections of an event loop that has been closed."""
+    closing = connector.close().__await__()
+    with suppress(StopIteration):
+        next(closing)  # runs without an event loop, because nothing has to be awaited
+    closing.close()
 
 
 async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

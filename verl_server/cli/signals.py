@@ -28,7 +28,9 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, self._stop) for number in self.NUMBERS}
+        # A signal that was ignored before, as by nohup, stays ignored: the command outlives its terminal.
+        numbers = [number for number in self.NUMBERS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._stop) for number in numbers}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -146,6 +146,10 @@ class InProcessBackend:
     def undefined_weights(self) -> str | None:
         return undefined_weights_reason(self._weights_undefined, self._released_memory)
 
+    def check_weights(self) -> int:
+        """0: no other process reaches the weights."""
+        return 0
+
     def begin_weight_update(self) -> None:
         if self._has_update_sessions:
             self._run(lambda: _require_success(self._engine.begin_weight_update()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ from verl_server.adapter.sglang.pushable import require_pushable
 from verl_server.adapter.sglang.replies import parameter_dtypes
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, require_generating_server
 from verl_server.config import AdapterConfig, EngineKind, PauseMode, RemoteServer
-from verl_server.errors import BadInputError, VerlServerError
+from verl_server.errors import BadInputError, ServerError, VerlServerError
 from verl_server.ranks.machine import is_loopback, own_address
 from verl_server.server.supervisor import AbortCheck
 from verl_server.types import Json, ServerInfo, parse_weight_version
+from verl_server.weights.owner import owner_fields
 from verl_server.weights.transports.message import serialize_message
 from verl_server.weights.update.servers import ReplayFn
 
@@ -44,6 +46,9 @@ class HttpServers:
         """
         self._adapters, self._members = list(adapters), list(members)
         self.weight_version = weight_version
+        """Version of the weights that were published last. At the start, the highest version of the servers."""
+        self._base: int | None = weight_version
+        """`weight_version` until the first update of this trainer is published, see `owner_fields`."""
         self._remote_hosts = list(remote_hosts)
         self._pool = ThreadPoolExecutor(2 * len(self._adapters), thread_name_prefix="verl-server-http-servers")
         self._round_robin = itertools.cycle(self._adapters)
@@ -105,8 +110,41 @@ class HttpServers:
 
     @property
     def undefined_weights(self) -> str | None:
-        connections = [adapter.asynchronous.connection for adapter in self._adapters]
-        return undefined_weights_reason(any(c.weights_undefined for c in connections), self.released_memory)
+        lost = [adapter.base_url for adapter in self._adapters if adapter.asynchronous.connection.weights_undefined]
+        causes = "was started again or updated by another client, or its memory was released and resumed"
+        return undefined_weights_reason(bool(lost), self.released_memory, f"{', '.join(lost)} {causes}")
+
+    def watch_restarts(self) -> None:
+        """Notice from now on that a server at one of the addresses was started again by its owner."""
+        for adapter in self._adapters:
+            adapter.asynchronous.connection.http.on_restart = functools.partial(self._note_restart, adapter)
+
+    def _note_restart(self, adapter: HttpServerEngineAdapter) -> bool:
+        """Returns whether weights were lost: version 0 are those of the checkpoint."""
+        connection = adapter.asynchronous.connection
+        connection.note_restart()
+        connection.weights_undefined |= self.weight_version > 0
+        return connection.weights_undefined
+
+    def check_weights(self) -> int:
+        versions = list(self._pool.map(_served_version, self._adapters))
+        for adapter, version in zip(self._adapters, versions, strict=True):
+            connection = adapter.asynchronous.connection
+            known = connection.known_versions or {version}
+            if version in known or connection.weights_undefined:
+                continue
+            if version < min(known) and connection.http.on_restart is not None:  # a proxy hides which process answers
+                self._note_restart(adapter)
+                continue
+            given, connection.known_versions, connection.weights_undefined = max(known), {version}, True
+            self._base = self.weight_version = max(self.weight_version, version)
+            raise ServerError(
+                f"another client has changed the weights of {adapter.base_url}: the server has weight version "
+                f"{version}, and this trainer has given it version {given}. Stop the other trainer. The next update of "
+                "all tensors takes over",
+                url=adapter.base_url,
+            )
+        return self.weight_version
 
     def pause(self, mode: PauseMode) -> None:
         """Pause all servers. A server with released memory is not paused: it runs no requests."""
@@ -120,11 +158,12 @@ class HttpServers:
 
     def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         """See `UpdatableServers.load`. Raises as soon as one server fails: a transport may have to stop the others."""
+        base = self._base
         if len(self._adapters) == 1:
-            load_weights(self._adapters[0], self._members[0].tp_size, messages[0], weight_version, flush_cache)
+            load_weights(self._adapters[0], self._members[0].tp_size, messages[0], weight_version, flush_cache, base)
             return
         loads = [
-            self._pool.submit(load_weights, adapter, member.tp_size, message, weight_version, flush_cache)
+            self._pool.submit(load_weights, adapter, member.tp_size, message, weight_version, flush_cache, base)
             for adapter, member, message in zip(self._adapters, self._members, messages, strict=True)
         ]
         for load in as_completed(loads):
@@ -138,10 +177,12 @@ class HttpServers:
         return False
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
-        """Record that released weights are defined again. The servers are not replaced, so nothing is replayed."""
-        if whole:
-            for adapter in self._adapters:
-                adapter.asynchronous.connection.weights_undefined = False
+        """Record that lost weights are defined again. The servers are not replaced, so nothing is replayed."""
+        self.weight_version, self._base = version, None
+        for adapter in self._adapters:
+            connection = adapter.asynchronous.connection
+            connection.known_versions = {version}
+            connection.weights_undefined &= not whole
 
     # -- adapters and memory --------------------------------------------------------------------------
 
@@ -220,7 +261,9 @@ def launch_one_server(
         adapter.shutdown()
         raise
     member = ServerInfo("the server", int(server_args.get("tp_size") or 1), fused)
-    return HttpServers([adapter], [member], weight_version=parse_weight_version(server_args.get("weight_version")))
+    version = parse_weight_version(server_args.get("weight_version"))
+    adapter.asynchronous.connection.known_versions = {version}
+    return HttpServers([adapter], [member], weight_version=version)
 
 
 def connect_servers(servers: Sequence[RemoteServer], config: AdapterConfig, weight_version: int) -> HttpServers:
@@ -248,13 +291,25 @@ def connect_servers(servers: Sequence[RemoteServer], config: AdapterConfig, weig
         raise
     hosts = [str(urlsplit(adapter.base_url).hostname) for adapter in adapters]
     remote_hosts = [host for host in hosts if not is_loopback(host)]
-    return HttpServers(adapters, members, weight_version=max(weight_version, *versions), remote_hosts=remote_hosts)
+    for adapter, version in zip(adapters, versions, strict=True):
+        adapter.asynchronous.connection.known_versions = {version}
+        adapter.asynchronous.connection.weights_undefined = version < max(versions)
+    backend = HttpServers(adapters, members, weight_version=max(weight_version, *versions), remote_hosts=remote_hosts)
+    backend.watch_restarts()
+    return backend
 
 
 def load_weights(
-    adapter: HttpServerEngineAdapter, tp_size: int, message: Json, weight_version: int | None, flush_cache: bool
+    adapter: HttpServerEngineAdapter,
+    tp_size: int,
+    message: Json,
+    weight_version: int | None,
+    flush_cache: bool,
+    base: int | None = None,
 ) -> None:
-    """Make every TP rank of one server call our weight loader with `message`."""
+    """Make every TP rank of one server call our weight loader with `message`. `base`: see `owner_fields`."""
+    if weight_version is not None:
+        message = {**message, **owner_fields(weight_version, base)}
     adapter.update_weights_from_tensor(
         [serialize_message(message)] * tp_size,
         load_format=WEIGHT_LOADER,
@@ -271,6 +326,14 @@ def _unload_lora(adapter: HttpServerEngineAdapter, name: str) -> None:
 
 def _weight_version_of(adapter: HttpServerEngineAdapter) -> int:
     return int(adapter.get_model_info()["weight_version"])
+
+
+def _served_version(adapter: HttpServerEngineAdapter) -> int:
+    """The weight version of a server. The first reply of a server that was started again raises ServerError."""
+    try:
+        return _weight_version_of(adapter)
+    except ServerError:
+        return _weight_version_of(adapter)
 
 
 def _describe_server(adapter: HttpServerEngineAdapter) -> ServerInfo:

@@ -189,6 +189,10 @@ class ManagedBackend:
         cause = "their memory was released, or the update of an earlier VerlEngine failed half-way"
         return undefined_weights_reason(self._fleet.weights_undefined, self._fleet.released_memory, cause)
 
+    def check_weights(self) -> int:
+        """0: the fleet has started its servers, and loads the weights into those that it starts again."""
+        return 0
+
     def pause(self, mode: PauseMode) -> None:
         self._updates.pause(mode)
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from verl_server.adapter.http_client import close_without_loop
 from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.sglang.batch import split_batch
 from verl_server.adapter.sglang.replies import parse_json_or_text
@@ -31,7 +32,8 @@ that accepts connections and closes them at once is not a router."""
 
 
 class RouterClient:
-    """`generate` of a router over HTTP. Use it as an asynchronous context manager, in one event loop.
+    """`generate` of a router over HTTP. Use it as an asynchronous context manager, in one event loop at
+    a time.
 
     Each call sends a request id. When the connection breaks, the client sends the same request again: the router then
     returns the running generation or its result. A restarted router does not know the generation and runs it again; the
@@ -46,6 +48,8 @@ class RouterClient:
         self._headers = {} if not api_key else {"Authorization": f"Bearer {require_key('api_key', api_key)}"}
         self._session: aiohttp.ClientSession | None = None
         """Connections. Opened by the first call, because aiohttp needs a running event loop."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop of these connections. A call in another loop, as in the next `asyncio.run`, opens others."""
         self._sent: set[object] = set()
         """One object for each request that has a connection: the request was sent, and its reply is not complete."""
         self._is_closed = False
@@ -159,7 +163,14 @@ class RouterClient:
     def _open_session(self) -> aiohttp.ClientSession:
         if self._is_closed:
             raise ShutDownError("the RouterClient is closed; make another one")
+        loop = asyncio.get_running_loop()
+        if self._session is not None and self._loop is not loop:
+            # The sockets of a loop that has been closed are closed here. A loop that still runs keeps its calls.
+            if self._loop is not None and self._loop.is_closed() and self._session.connector is not None:
+                close_without_loop(self._session.connector)
+            self._session = None
         if self._session is None:
+            self._loop = loop
             trace = aiohttp.TraceConfig()
             trace.on_request_headers_sent.append(self._note_sent)
             self._session = aiohttp.ClientSession(

@@ -77,16 +77,21 @@ def serve(server_args: dict[str, Any]) -> None:
     if refusal is not None:
         print(REFUSAL + refusal, flush=True)
         sys.exit(EXIT_BAD_ARGUMENT)
-    _add_key_filter(server_args)
+    _add_middlewares(server_args)
     run_server(parsed)
 
 
-def _add_key_filter(server_args: Mapping[str, Any]) -> None:
-    """Keep the secrets of the arguments out of the replies. SGLang checks the keys of requests before this filter."""
+def _add_middlewares(server_args: Mapping[str, Any]) -> None:
+    """Name this process in each reply, and keep the secrets of the arguments out of it.
+
+    SGLang checks the keys of requests before the filter.
+    """
     from sglang.srt.entrypoints.http_server import app
 
     from verl_server.platforms.request_gate import SECRETS, KeyFilter
+    from verl_server.server.process_header import ProcessHeader
 
+    app.add_middleware(ProcessHeader)
     app.add_middleware(KeyFilter, secrets=[server_args[name] for name in SECRETS if server_args.get(name)])
 
 

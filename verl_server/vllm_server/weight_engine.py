@@ -31,6 +31,7 @@ from verl_server.vllm_server.weight_session import WeightSession
 from verl_server.weights.checksum import XXH3, compute_checksum
 from verl_server.weights.coverage import ReadTensors
 from verl_server.weights.loader import MAX_COPIED_BYTES
+from verl_server.weights.owner import note_loaded, require_owner
 from verl_server.weights.transports import receiver_class
 from verl_server.weights.transports.base import Receiver
 
@@ -86,8 +87,10 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
             if message["transport"] not in SUPPORTED_TRANSPORTS:
                 raise ValueError(f"vLLM servers take the transports {SUPPORTED_TRANSPORTS}, got {message['transport']}")
             self._receiver = receiver_class(message["transport"])(message, get_tensor_model_parallel_rank())
+            require_owner(message)
             if self._session.ok:
                 self.receive_weights(UpdateInfo(message))
+                note_loaded(message)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the tensors of the receiver. Raises what the model's loader raises."""

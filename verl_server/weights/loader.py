@@ -20,6 +20,7 @@ from verl_server.weights.checksum import XXH3, Checksums, verified_share
 from verl_server.weights.coverage import Coverage, ReadTensors
 from verl_server.weights.device.loading import copies_on
 from verl_server.weights.device.streams import wait_for_device
+from verl_server.weights.owner import note_loaded, require_owner
 from verl_server.weights.reports import Report
 from verl_server.weights.transports import receiver_class
 from verl_server.weights.transports.base import Receiver
@@ -83,6 +84,7 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
 
     try:
         try:
+            require_owner(receiver.message)
             wait_for_device(device)  # a pause in place does not wait for the batch that is computed
             coverage = Coverage(model) if verify else None
             try:
@@ -97,6 +99,7 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
             wait_for_device(device)
             _require_own_memory(model, receiver)
             checksum_values = checksums.values()
+            note_loaded(receiver.message)
         finally:
             receiver.close()
     except Exception as error:  # noqa: BLE001 - the error goes into the report

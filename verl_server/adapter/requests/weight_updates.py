@@ -151,6 +151,7 @@ async def update_weight_version(
     Raises BadInputError for a version that is not a whole number of at least 0.
     """
     body = {"new_version": weight_version_label(weight_version), "abort_all_requests": abort_all_requests}
+    adapter.connection.known_versions.add(weight_version)
     await adapter.connection.call(endpoints.WEIGHT_VERSION, body)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import time
@@ -17,6 +18,7 @@ from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.router.rl_wire.server_calls import AwaitedError
+from verl_server.router.rl_wire.weight_record import WeightRecord
 from verl_server.types import Json, parse_weight_version
 
 logger = logging.getLogger(__name__)
@@ -45,15 +47,23 @@ class ProbedServers:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, check: ServerCheck | None = None, describe: Callable[[Exception], str] = str
+        self,
+        dispatcher: Dispatcher,
+        check: ServerCheck | None = None,
+        describe: Callable[[Exception], str] = str,
+        *,
+        has_control: bool = False,
     ) -> None:
-        """`describe`: returns the message for the error of a probe.
+        """`describe`: returns the message for the error of a probe. `has_control`: `check` knows which weight version
+        the servers must have. Otherwise requests go to those with the highest version: a server that was started again
+        has the weights of its checkpoint.
 
         `check`: is called at each probe that a server answers. It raises an exception for a server that must receive
         no requests: AwaitedError for one that requests wait for. It needs a deadline of its own: `set_servers` waits
         for it.
         """
         self._dispatcher, self._check, self._describe = dispatcher, check, describe
+        self._weights = None if has_control else WeightRecord()
         self._servers: dict[str, RemoteServer] = {}
         self._adapters: dict[str, AsyncHttpServerEngineAdapter] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -91,6 +101,7 @@ class ProbedServers:
             self._adapters[name] = AsyncHttpServerEngineAdapter.attach(
                 server.base_url, api_key=server.api_key, admin_api_key=server.admin_api_key, config=config
             )
+            self._adapters[name].connection.http.on_restart = functools.partial(self._note_restart, name)
             self._dispatcher.pool.add_replica(name, self._adapters[name], 0, admitted=False)
             first_probes.append(asyncio.Event())
             self._probes[name] = asyncio.create_task(self._keep_probing(name, first_probes[-1]))
@@ -132,9 +143,12 @@ class ProbedServers:
             info = await self._ask(name)
             self._answered_at[name] = time.monotonic()
             _require_no_preferred_params(info)
+            version = parse_weight_version(info.get("weight_version"))
+            if self._weights is not None:
+                self._weights.note_version(pool, name, version)
+                self._weights.require_current(name, version)
             if self._check is not None:
                 await self._check(name, info, self._answering_since.setdefault(name, time.monotonic()))
-            version = parse_weight_version(info.get("weight_version"))
             pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
             self._awaited_at[name] = time.monotonic()
             self.problems.pop(name, None)
@@ -159,6 +173,11 @@ class ProbedServers:
             return
         if name not in self.infos:
             await self._ask_info(name)
+
+    def _note_restart(self, name: str) -> bool:
+        """Another process answers at the address of a server: the next probe finds out what it serves."""
+        self._adapters[name].connection.note_restart()
+        return True
 
     async def _ask_info(self, name: str) -> None:
         """Ask a server for its `/server_info`. A scheduler that is busy answers after a later probe."""
@@ -212,8 +231,10 @@ class StaticReplicas:
     async def start(self, dispatcher: Dispatcher) -> None:
         """Probe all servers once, then repeatedly."""
         for number in STOP_SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:  # as by nohup: the router outlives its terminal
+                continue
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-        self._probed = ProbedServers(dispatcher, self._check, _describe)
+        self._probed = ProbedServers(dispatcher, self._check, _describe, has_control=self._has_control)
         if self._has_control:
             self.control = ReplicaControl(dispatcher.pool, self._probed.adapters)
         await self._probed.set_servers(self._servers)

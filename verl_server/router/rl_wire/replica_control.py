@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
@@ -80,10 +79,7 @@ class ReplicaControl:
             self._answering_since[name] = answering_since
             self._lora.forget(name)
         version = parse_weight_version(model_info.get("weight_version"))
-        if self._weights.note_version(name, version, time.monotonic()):
-            leave_out(
-                self._pool, [other for other, each in self._pool.replicas.items() if each.weight_version < version]
-            )
+        self._weights.note_version(self._pool, name, version)
         await self._require_ready(name)
         self._weights.require_current(name, version)
         if not self._has_missed(name):

@@ -1,12 +1,15 @@
-"""`WeightRecord`: the weights that the servers of a router must have, and which servers have them. No I/O."""
+"""`WeightRecord`: the weights that the servers of a router must have, and which servers have them."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl_server.errors import BadInputError, NotReadyError, TornWeightsError
+from verl_server.router.replica_pool import ReplicaPool
+from verl_server.router.rl_wire.pauses import leave_out
 from verl_server.router.rl_wire.server_calls import is_lost
 from verl_server.validation import is_whole_number
 
@@ -84,15 +87,17 @@ class WeightRecord:
             raise BadInputError(f"weight_version must be a whole number above {largest}, got {given!r:.100}")
         return int(given)
 
-    def note_version(self, server: str, version: int, now: float) -> bool:
-        """Note the version of a server. Returns whether the other servers must be checked again: theirs are lower.
+    def note_version(self, pool: ReplicaPool, server: str, version: int) -> None:
+        """Note the version of a server. Servers with a lower one receive no requests until they are checked again.
 
         The version of a server that does not answer counts for `SILENCE_S`: other servers may have missed its update.
         After that the server is lost, or was started again with other weights.
         """
+        now = time.monotonic()
         self._versions[server] = version, now
         before, self._highest = self._highest, self._highest_at(now)
-        return self.version is None and not self.torn and version > before
+        if self.version is None and not self.torn and version > before:
+            leave_out(pool, [name for name, replica in pool.replicas.items() if replica.weight_version < version])
 
     def _highest_at(self, now: float) -> int:
         return max((version for version, answered_at in self._versions.values() if now - answered_at < SILENCE_S))

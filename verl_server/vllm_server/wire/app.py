@@ -16,6 +16,7 @@ from verl_server.adapter.vllm import endpoints as vllm
 from verl_server.adapter.vllm.payloads import weight_version_payload
 from verl_server.adapter.vllm.request_fields import REQUEST_FIELDS
 from verl_server.errors import BadInputError, NotReadyError, UnsupportedError, VerlServerError
+from verl_server.server.process_header import ProcessHeader
 from verl_server.types import Json
 from verl_server.vllm_server.keys import App, KeyMiddleware, Message, Receive, Send
 from verl_server.vllm_server.wire import abort, control, generation, information, lora, memory, weights
@@ -85,7 +86,7 @@ class ServerApp:
             raise RuntimeError("the server was not started with verl_server.vllm_server.server_main")
         self._vllm, self._state = app, ServerState(_facts[0])
         self._version_lock = asyncio.Lock()
-        self._keys = KeyMiddleware(self._dispatch, API_PATHS)
+        self._keys = ProcessHeader(KeyMiddleware(self._dispatch, API_PATHS))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" and scope["method"] == "OPTIONS" else ""

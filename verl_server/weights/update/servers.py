@@ -28,8 +28,16 @@ class UpdatableServers(Protocol):
 
     @property
     def undefined_weights(self) -> str | None:
-        """Why the members' weights are undefined, or None. Not None from a resume of released weights until an update
-        of all tensors is published. None while the weights are released: then no update is possible.
+        """Why the members' weights are undefined, or None. Not None from a resume of released weights, or the notice
+        that a server was started again, until an update of all tensors is published. None while the weights are
+        released: then no update is possible.
+        """
+
+    def check_weights(self) -> int:
+        """Ask the members, before an update, whether they still hold the weights that they were given last.
+
+        Returns a weight version that the next one must exceed. `undefined_weights` is not None afterwards if a member
+        was started again. Raises ServerError, once, if another client has changed the weights.
         """
 
     def pause(self, mode: PauseMode) -> None:

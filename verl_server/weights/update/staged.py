@@ -142,13 +142,13 @@ class StagedUpdater(WeightUpdater):
         With one node, the update is published and generation continues. With several nodes, `_publish_and_resume` does
         both later.
         """
-        validated = validate_options(options, self.weight_version)
+        servers, sender = self.ranks.servers, self._sender
+        assert servers is not None
+        validated = validate_options(options, max(self.weight_version, servers.check_weights()))
         nnodes = self.ranks.placement.nnodes
         node_leaders = range(0, len(contributions), len(contributions) // nnodes) if nnodes > 1 else ()
         require_same_names(contributions, writers=node_leaders)
         self.begin(names)
-        servers, sender = self.ranks.servers, self._sender
-        assert servers is not None
         assert sender is not None
         ordered_names = self._layout.in_order(names := self._complete_modules(names, servers))
 

@@ -224,13 +224,13 @@ class StreamedUpdater(WeightUpdater):
 
     def _open(self, contributions: list[Json], options: UpdateOptions) -> Json:
         """Refuse what can be refused now. Then pause the servers and start their loaders."""
-        validated = validate_options(options, self.weight_version)
+        assert self.ranks.servers is not None
+        validated = validate_options(options, max(self.weight_version, self.ranks.servers.check_weights()))
         names = contributions[0]["names"]
         require_tensors(contributions)
         if all(contribution["is_checked"] for contribution in contributions):
             require_same_names(contributions, writers=self._own_buffer_ranks)
         self.begin(names)
-        assert self.ranks.servers is not None
         opened = OpenedUpdate(
             validated, uuid.uuid4().hex, self._update_number + 1, self.ranks.servers.members, time.monotonic()
         )
