@@ -257,7 +257,7 @@ def _gaps_of_kept_embeddings(rank: int, world: int) -> dict[str, float]:
     grid = torch.tensor([[2, 3]])
     paddle = SiglipVisionEmbeddings(SiglipVisionConfig(hidden_size=8, image_size=56, patch_size=14))
     kimi, pixels = Learnable2DInterpPosEmb(4, 4, 8).eval(), torch.ones(40, 3, 14, 14)
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "kimi_vl": lambda: kimi(torch.zeros(6, 8), grid),
         "paddleocr_vl": lambda: paddle(pixels[None, :6], [(1, 2, 3)]),
     }
