@@ -222,7 +222,7 @@ def _divide(rank: int, world: int, batches: list[dict[str, Any]]) -> list[str]:
     return differences
 
 
-def test_every_way_to_change_weights_begins_a_cache_namespace(sglang_process: Ranks) -> None:
+def test_every_way_to_change_weights_empties_the_caches(sglang_process: Ranks) -> None:
     """Otherwise an update with flush_cache=False would leave prefixes of the earlier weights in use."""
     (missing,) = sglang_process.run(_updates_without_namespace)
     assert missing == set()
@@ -232,10 +232,45 @@ def _updates_without_namespace(rank: int, world: int) -> set[str]:
     """Methods of SGLang's scheduler that change weights, and have no hook."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-    from verl_server.platforms import cache_namespace
+    from verl_server.platforms import weight_caches
 
-    hooked = {path.rpartition(".")[2] for path, hook in cache_namespace.hooks().items() if "update" in hook.__name__}
-    return {name for name in dir(SchedulerWeightUpdaterManager) if name.startswith("update_weights_from_")} - hooked
+    hooks = weight_caches.hooks().items()
+    hooked = {path.rpartition(".")[2] for path, hook in hooks if hook is weight_caches.forget_weights}
+    changes = ("update_weights_from_", "end_weight_update")
+    return {name for name in dir(SchedulerWeightUpdaterManager) if name.startswith(changes)} - hooked
+
+
+def test_no_tensor_that_a_module_keeps_outlives_the_weights(sglang_process: Ranks) -> None:
+    """Vision towers of Kimi-VL and PaddleOCR-VL keep position embeddings, interpolated for each size of images."""
+    (gaps,) = sglang_process.run(_gaps_of_kept_embeddings)
+    assert gaps == pytest.approx({"kimi_vl": 0.0, "paddleocr_vl": 0.0}, abs=1e-5)
+
+
+def _gaps_of_kept_embeddings(rank: int, world: int) -> dict[str, float]:
+    """Largest difference of what each module computes after a change of its weights to what a fresh one computes."""
+    from sglang.srt.models.kimi_vl_moonvit import Learnable2DInterpPosEmb
+    from sglang.srt.models.paddleocr_vl import SiglipVisionEmbeddings
+    from transformers import SiglipVisionConfig
+
+    from verl_server.platforms import weight_caches
+
+    grid = torch.tensor([[2, 3]])
+    paddle = SiglipVisionEmbeddings(SiglipVisionConfig(hidden_size=8, image_size=56, patch_size=14))
+    kimi, pixels = Learnable2DInterpPosEmb(4, 4, 8).eval(), torch.ones(40, 3, 14, 14)
+    calls: dict[str, Callable[[], Any]] = {
+        "kimi_vl": lambda: kimi(torch.zeros(6, 8), grid),
+        "paddleocr_vl": lambda: paddle(pixels[None, :6], [(1, 2, 3)]),
+    }
+    with torch.no_grad():
+        weight_caches.watch_modules(torch.nn.ModuleList([kimi, paddle]))
+        before = {name: call() for name, call in calls.items()}
+        for parameter in (*kimi.parameters(), *paddle.parameters()):
+            parameter.mul_(3.0)
+        weight_caches.forget_weights()
+        after = {name: call() for name, call in calls.items()}
+        for number in range(30):  # more sizes than the second one keeps
+            paddle(pixels[None, : 6 + number], [(1, 1, 6 + number)])
+    return {name: float((after[name] - 3.0 * before[name]).abs().max()) for name in calls}
 
 
 def test_in_process_engine_behaves_as_a_server(sglang_process: Ranks, tiny: Callable[..., Path]) -> None:

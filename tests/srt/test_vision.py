@@ -11,17 +11,20 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from agent_helpers import ScriptedGenerateFn
+from both_engines import in_background, load_of
+from helpers import adapter_of, change_weights, wait_until
 from PIL import Image
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from verl_server import BadInputError, HttpServerEngineAdapter, UnsupportedError
+from verl_server import BadInputError, UnsupportedError, VerlEngine
 from verl_server.agent import AgentLoop, Episode, EpisodeStopped, RolloutLimits, RolloutRunner, Task, as_generate_fn
 from verl_server.tiny import make_tokenizer, make_vision_model
 from verl_server.trajectory import (
@@ -42,6 +45,8 @@ from verl_server.trajectory import (
 pytestmark = pytest.mark.timeout(300)
 
 PAD_TOKEN, IMAGE_TOKEN = 256, 261
+PLACEHOLDERS = range(259, 263)
+GREEDY = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
 
 
 def picture(width: int, height: int, step: int) -> Image.Image:
@@ -63,7 +68,7 @@ class VisionModel:
     """A tiny model of one family, with its processor."""
 
     def __init__(self, folder: Path, family: str) -> None:
-        self.folder = make_vision_model(folder, family)
+        self.folder = make_vision_model(folder, family, weight_std=0.15)
         self.processor = AutoProcessor.from_pretrained(self.folder)
         self.renderer = get_renderer(self.processor)
         self.reference = AutoModelForImageTextToText.from_pretrained(self.folder).eval()
@@ -73,9 +78,10 @@ class VisionModel:
 class Served(VisionModel):
     """A tiny model with a server."""
 
-    def __init__(self, folder: Path, family: str) -> None:
+    def __init__(self, folder: Path, family: str, mesh: DeviceMesh) -> None:
         super().__init__(folder, family)
-        self.server = HttpServerEngineAdapter(self.folder, dtype="float32", max_total_tokens=8192)
+        self.engine = VerlEngine(mesh, model_path=str(self.folder), dtype="float32", max_total_tokens=8192)
+        self.server = adapter_of(self.engine)
         self.prompts: list[list[int]] = []
         """The prompts that the server has read, as it reports them."""
 
@@ -84,16 +90,23 @@ class Served(VisionModel):
         self.prompts.append(reply["prompt_token_ids"])
         return reply
 
-    def episode(self, record: Recorder | TrajectoryGraph, renderer: ChatRenderer | None = None) -> Episode:
-        params = {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
-        return Episode(Task("t", FIRST), record, self.generate, renderer or self.renderer, RolloutLimits(500), params)
+    def episode(
+        self,
+        record: Recorder | TrajectoryGraph,
+        renderer: ChatRenderer | None = None,
+        params: dict[str, Any] = GREEDY,
+    ) -> Episode:
+        task = Task("t", FIRST)
+        return Episode(task, record, self.generate, renderer or self.renderer, RolloutLimits(500), params)
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = Served(tmp_path_factory.mktemp("vision"), request.param)
-    with model.server:
-        yield model
+def served(
+    request: pytest.FixtureRequest, one_rank: DeviceMesh, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    model = Served(tmp_path_factory.mktemp("vision"), request.param, one_rank)
+    yield model
+    model.engine.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +115,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     return VisionModel(tmp_path_factory.mktemp("vision"), "qwen2_5_vl")
 
 
-def forward(model: Any, batch: Any, row: int, **images: torch.Tensor) -> torch.Tensor:
-    """Log probabilities of the responses of one row, computed by Hugging Face from the batch."""
+def forward(model: Any, batch: Any, row: int, banned: Iterable[int] = (), **images: torch.Tensor) -> torch.Tensor:
+    """Log probabilities of the responses of one row, computed by Hugging Face from the batch.
+
+    `banned`: tokens that have a `logit_bias` of -100.
+    """
     with torch.no_grad():
         logits: torch.Tensor = model(
             input_ids=batch["input_ids"][row : row + 1],
@@ -111,6 +127,7 @@ def forward(model: Any, batch: Any, row: int, **images: torch.Tensor) -> torch.T
             position_ids=batch["position_ids"][row : row + 1].transpose(0, 1),
             **images,
         ).logits[0]
+    logits[:, list(banned)] -= 100.0
     responses: torch.Tensor = batch["responses"][row]
     mask: torch.Tensor = batch["response_mask"][row]
     return logits[-len(responses) - 1 : -1].log_softmax(-1).gather(-1, responses[:, None])[:, 0] * mask
@@ -151,6 +168,68 @@ def test_an_episode_with_images_is_exact(served: Served, tmp_path: Path) -> None
         assert gaps.abs().max() < 1e-4
     without = forward(served.reference, batch, 0, **(images | {"pixel_values": 0 * images["pixel_values"]}))
     assert (without - batch["rollout_log_probs"][0]).abs().max() > 1e-2
+
+
+def gap(served: Served, num_versions: int = 1, **params: Any) -> float:
+    """Largest difference of log probabilities between the server and Hugging Face, for one turn about the image.
+
+    The turn has tokens of `num_versions` weights. Those of the present weights count.
+    """
+    graph = TrajectoryGraph("gap")
+    bias = {str(token): -100.0 for token in PLACEHOLDERS}  # a turn that has sampled one fails
+    episode = served.episode(graph, params=GREEDY | params | {"logit_bias": bias})
+    asyncio.run(episode.generate())
+    assert episode.leaf is not None
+    batch = to_batch([(graph, episode.leaf)], PAD_TOKEN, vision=served.inputs)
+    (images,) = batch["multi_modal_inputs"]
+    gaps = forward(served.reference, batch, 0, PLACEHOLDERS, **images) - batch["rollout_log_probs"][0]
+    spans = graph.nodes[-1].spans
+    assert len(spans) == num_versions
+    assert spans[-1].version == served.engine.weight_version
+    return float(gaps[spans[-1].start :].abs().max())
+
+
+def push_tower(served: Served, seed: int, **options: Any) -> None:
+    """Train the vision tower, and push it alone."""
+    change_weights(served.reference.model.visual, seed=seed, scale=0.03)
+    tower = {name: tensor for name, tensor in served.reference.state_dict().items() if ".visual." in name}
+    served.engine.update_weights_from_tensor(tower.items(), **options)
+
+
+def test_no_embedding_of_an_image_outlives_the_weights(served: Served, tmp_path: Path) -> None:
+    """The same image again, after the vision tower has been trained."""
+    engine, model = served.engine, served.reference
+    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gaps = {"before": gap(served)}
+    change_weights(model, seed=1)
+    engine.update_weights_from_tensor(model.state_dict().items())
+    gaps["all tensors"] = gap(served)
+    push_tower(served, seed=2)
+    gaps["the tower alone"] = gap(served)
+    engine.flush_cache()
+    gaps["flush"] = gap(served)
+    push_tower(served, seed=3, pause_mode="in_place", flush_cache=False)
+    gaps["in place"] = gap(served)
+    change_weights(model.model.visual, seed=4, scale=0.03)
+    engine.release_memory_occupation(tags=["kv_cache", "weights"])
+    engine.resume_memory_occupation(tags=["weights"])
+    engine.update_weights_from_tensor(model.state_dict().items())
+    engine.resume_memory_occupation(tags=["kv_cache"])
+    gaps["release and resume"] = gap(served)
+    running, results = in_background(lambda: gap(served, num_versions=2, max_new_tokens=150))
+    wait_until(lambda: load_of(served.server)[0] == 1, 20.0, "the request does not run")
+    push_tower(served, seed=5)  # the request is computed again
+    running.join(60.0)
+    assert isinstance(results[0], float), results[0]
+    gaps["a running request"] = results[0]
+    change_weights(model.model.visual, seed=6, scale=0.03)
+    model.save_pretrained(tmp_path)
+    served.server.update_weights_from_disk(str(tmp_path), weight_version=engine.weight_version)
+    gaps["from disk"] = gap(served)
+    model.load_state_dict(original)
+    engine.update_weights_from_tensor(original.items())
+    gaps["restored"] = gap(served)
+    assert max(gaps.values()) < 1e-5, gaps
 
 
 def test_packed_paths_have_the_inputs_of_the_batch(model: VisionModel) -> None:

@@ -364,6 +364,13 @@ def test_a_server_with_a_weight_cache_takes_no_pushed_weights() -> None:
     require_pushable({"weight_cache_mode": None})
 
 
+def test_a_server_whose_images_other_servers_encode_takes_no_pushed_weights() -> None:
+    """The encoders would keep their weights."""
+    with pytest.raises(errors.UnsupportedError, match="language_only=True, whose images other servers encode"):
+        require_pushable({"language_only": True})
+    require_pushable({"language_only": False})
+
+
 @pytest.mark.parametrize(
     ("backend", "has_sessions", "refused"),
     [

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from verl_server.platforms import cache_namespace, http_hooks, request_gate
+from verl_server.platforms import http_hooks, request_gate, weight_caches
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,9 @@ def register(*, on_cpu: bool) -> None:
     if in_launcher and on_cpu:
         _register_launcher()
     if in_launcher or in_scheduler:  # the launcher may fork its workers
-        for target, hook in cache_namespace.hooks().items():
+        for target, hook in weight_caches.hooks().items():
             _add(target, hook, HookType.BEFORE)
+        _add(f"{_SCHEDULER}.init_model_worker", weight_caches.note_model, HookType.AFTER)
         _add(f"{_INTERNAL_STATE}.get_internal_state", http_hooks.add_state, HookType.AFTER)
         if on_cpu:
             _register_scheduler()

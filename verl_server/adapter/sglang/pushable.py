@@ -37,7 +37,7 @@ def require_pushable(server_args: Mapping[str, Any]) -> None:
     Each rule is a fact of SGLang 0.5.23. The second stages of a pipeline and the copies of data parallelism do not
     answer an update. A draft model for speculative decoding is passed the same update as the served model. A quantized
     model keeps scales that belong to its earlier weights. An external KV store keeps the KV cache of earlier weights.
-    The scheduler of a server with a weight cache ends at the first update.
+    The scheduler of a server with a weight cache ends at the first update. Encoders of other servers are not updated.
     """
     if (reason := _reason(server_args)) is not None:
         raise UnsupportedError(
@@ -71,6 +71,8 @@ def _reason(server_args: Mapping[str, Any]) -> str | None:
         return f"speculative_algorithm={algorithm!r}, which has a draft model: leave it out, or use 'NGRAM'"
     if (mode := server_args.get("weight_cache_mode") or "off") != "off":
         return f"weight_cache_mode={mode!r}, whose servers map the same weights: leave it out"
+    if server_args.get("language_only"):
+        return "language_only=True, whose images other servers encode: leave it out"
     return _external_kv_store(server_args) or _quantization(server_args)
 
 
