@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +21,28 @@ RENDEZVOUS_VARIABLES = (
 )  # fmt: skip
 
 
+#: Variables with the settings of torch's allocator: the earlier and the present name, and that of AMD.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+#: Settings of the allocator with which memory of a server cannot be released: its pages do not come from `cudaMalloc`.
+#: Trainers set the first for themselves.
+UNRELEASABLE = re.compile(r"\s*(expandable_segments\s*:\s*\w+|backend\s*:\s*cudaMallocAsync)\s*(,|$)")
+#: Variable with the names of the only plugins that SGLang loads, and the name of ours in `setup.py`.
+PLUGINS, OWN_PLUGIN = "SGLANG_PLUGINS", "verl_server_cpu"
+
+
 def server_environment(env: Mapping[str, str], python: ServerPython | None) -> dict[str, str]:
-    """All environment variables of a server. `env` are those that the caller adds. `python`: see `ServerProcess`."""
-    return {**inherited_environment(), **env} if python is None else python.environment(env)
+    """All environment variables of a server. `env` are those that the caller adds. `python`: see `ServerProcess`.
+
+    Without `UNRELEASABLE` settings, and with this library's plugin for SGLang also where others are chosen.
+    """
+    all_variables = {**inherited_environment(), **env} if python is None else python.environment(env)
+    for name in all_variables.keys() & set(ALLOCATOR_VARIABLES):
+        all_variables[name] = UNRELEASABLE.sub("", all_variables[name]).strip(" ,")
+        if not all_variables[name]:
+            del all_variables[name]
+    if plugins := all_variables.get(PLUGINS):
+        all_variables[PLUGINS] = plugins if OWN_PLUGIN in plugins.split(",") else f"{plugins},{OWN_PLUGIN}"
+    return all_variables
 
 
 def inherited_environment() -> dict[str, str]:

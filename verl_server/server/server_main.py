@@ -15,6 +15,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,7 +78,25 @@ def serve(server_args: dict[str, Any]) -> None:
     if refusal is not None:
         print(REFUSAL + refusal, flush=True)
         sys.exit(EXIT_BAD_ARGUMENT)
+    set_environment(server_args)
     run_server(parsed)
+
+
+def set_environment(server_args: Mapping[str, Any]) -> None:
+    """Set the variables of SGLang that follow from its arguments. The processes that it starts inherit them.
+
+    A server with `enable_memory_saver` shares its GPUs with a trainer, whose ranks do not use the same amount of memory
+    on each. SGLang would refuse to start with a difference of 10 %.
+
+    The processes of a server on one machine find each other through a file in its folder. torch's store would listen
+    on every interface, and take data from everybody.
+    """
+    if server_args.get("enable_memory_saver"):
+        os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
+    is_one_group = (server_args.get("dp_size") or 1) == 1 or server_args.get("enable_dp_attention")
+    if is_one_group and (server_args.get("nnodes") or 1) == 1 and not server_args.get("dist_init_addr"):
+        store = f"file://{tempfile.mkdtemp(prefix='store-', dir=os.environ.get('TMPDIR'))}/store"
+        os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", store)
 
 
 def limit_media_domains(server_args: Mapping[str, Any]) -> dict[str, Any]:

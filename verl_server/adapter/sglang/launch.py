@@ -47,9 +47,13 @@ def launch_sglang_server(
 ) -> LaunchedServer:
     """Complete `server_args` (fields of SGLang's `ServerArgs`), start a server and wait until it is ready.
 
+    By default the server's watchdog allows a pause of two updates.
+
     Raises the errors of `verl_server.server.launch.launch_server`, and BadInputError for invalid `server_args`.
     """
     args = complete_server_args(server_args)
+    # SGLang's watchdog takes a request that is paused in place for one that hangs. Its default is 300 s.
+    args.setdefault("watchdog_timeout", max(300.0, 2 * config.timeouts.weights_s))
     if (args.get("nnodes") or 1) > 1 and not args.get("dist_init_addr"):
         raise BadInputError(
             f"nnodes={args['nnodes']} needs dist_init_addr (host:port of the first node, the same on all nodes) and "
