@@ -33,6 +33,7 @@ from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo
 from verl_server.weights import loader
 from verl_server.weights.arena import Arena
+from verl_server.weights.checksum import XXH3
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.read_manifest import read_manifest
 from verl_server.weights.transports.base import SenderSettings
@@ -176,7 +177,7 @@ def push(model: SGLangModel, folder: Path, *pushes: list[tuple[str, torch.Tensor
     arena = Arena.create(layout)
     ranks = EngineRanks(RankCoordinator(0, 1, {}, 60.0), compute_placement(0, 1, 1, {}), frozenset({0}), model, 60.0)
     sender = Sender(SenderSettings(arena, layout, 60.0))
-    updater = StagedUpdater(ranks, manifest, 0, layout, arena, frozenset({0}), sender)
+    updater = StagedUpdater(ranks, manifest, 0, layout, arena, frozenset({0}), sender, XXH3)
     try:
         options = UpdateOptions(None, verify=True, check_finite=True, pause_mode=PauseMode.RETRACT, flush_cache=True)
         outcomes: list[Any] = []

@@ -13,6 +13,7 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
 from verl_server.weights.arena import Arena
+from verl_server.weights.checksum import XXH3
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.layout import plan_double_buffer
 from verl_server.weights.layout import plan_arena
@@ -121,7 +122,7 @@ def staged_updater(
     placement = compute_placement(coordinator.rank, coordinator.size, nnodes, {})
     ranks = EngineRanks(coordinator, placement, frozenset({coordinator.rank}), servers, 20.0)
     sender = sender_class(transport)(settings)
-    return StagedUpdater(ranks, Manifest(specs), 0, layout, arena, frozenset({coordinator.rank}), sender)
+    return StagedUpdater(ranks, Manifest(specs), 0, layout, arena, frozenset({coordinator.rank}), sender, XXH3)
 
 
 def streamed_updater(servers: ModelServers, sizes: Mapping[str, int]) -> StreamedUpdater:

@@ -124,7 +124,7 @@ def test_checksums_of_staged_tensors_do_not_depend_on_when_they_are_computed() -
     layout = plan_arena({name: TensorSpec((5, 3), "bfloat16") for name in ("whole", "same", "shards")})
     arena, whole = Arena.create(layout), torch.randn(5, 3)
     manifest = Manifest({name: slot.spec for name, slot in layout.slots.items()}, frozenset(), frozenset())
-    checksums = StagedChecksums(arena.tensor)
+    checksums = StagedChecksums(arena.tensor, choose_algorithm())
     writer = ShardWriter(
         arena.tensor,
         manifest,
@@ -304,3 +304,21 @@ def test_all_copies_are_waited_for_once(accelerator: RecordingModule) -> None:
     copies.wait()
     copies.wait()
     assert accelerator.calls == ["synchronize caller"]
+
+
+@pytest.mark.parametrize(
+    ("trainer_has_gpu", "servers_read_host_memory", "expected"),
+    [(True, False, POSITIONAL_SUM), (True, True, XXH3), (False, False, XXH3), (False, True, XXH3)],
+)
+def test_servers_that_hash_on_the_host_get_the_checksum_that_is_fast_there(
+    trainer_has_gpu: bool, servers_read_host_memory: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: trainer_has_gpu)
+    assert choose_algorithm(servers_read_host_memory=servers_read_host_memory) == expected
+
+
+def test_a_tensor_on_an_accelerator_is_hashed_in_the_staging_memory() -> None:
+    staged = torch.arange(6.0)
+    checksums = StagedChecksums(lambda _: staged, XXH3)
+    checksums.add("weight", torch.empty(6, device="meta"))
+    assert checksums.values(["weight"]) == [compute_checksum(staged, XXH3)]

@@ -39,6 +39,7 @@ from verl_server.ranks.machine import reachable_address
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena
+from verl_server.weights.checksum import XXH3
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.read_manifest import read_manifest
@@ -364,7 +365,7 @@ def _updater(rank: int, world: int, manifest: Manifest = MANIFEST) -> StagedUpda
     layout, all_ranks = plan_arena(manifest.tensors), frozenset(range(world))
     coordinator = RankCoordinator.connect(rank, world, broadcast_function(mesh_of(world)), False, 60.0)
     ranks = EngineRanks(coordinator, compute_placement(rank, world, 1, {}), all_ranks, None, 60.0)
-    return StagedUpdater(ranks, manifest, 0, layout, Arena.create(layout), all_ranks, None)
+    return StagedUpdater(ranks, manifest, 0, layout, Arena.create(layout), all_ranks, None, XXH3)
 
 
 def _update(updater: StagedUpdater, tensors: Any, load_format: str | None = None) -> tuple[str, str]:

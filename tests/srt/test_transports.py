@@ -49,6 +49,7 @@ from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.broadcast.placement import wait_for_receivers
 from verl_server.weights.broadcast.store import arrival_key, open_store
+from verl_server.weights.checksum import XXH3
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import is_streamed, sender_class
@@ -540,7 +541,7 @@ def test_a_refused_dict_leaves_the_staged_weights_unchanged(bad: torch.Tensor) -
     layout = plan_arena(specs)
     arena = Arena.create(layout)
     ranks = EngineRanks(RankCoordinator(0, 1, {}, 1.0), compute_placement(0, 1, 1, {}), frozenset({0}), None, 1.0)
-    updater = StagedUpdater(ranks, Manifest(specs), 3, layout, arena, frozenset({0}), None)
+    updater = StagedUpdater(ranks, Manifest(specs), 3, layout, arena, frozenset({0}), None, XXH3)
     for staged in updater.staging_tensors().values():
         staged.fill_(1.0)
     options = UpdateOptions(None, True, True, PauseMode.RETRACT, True)

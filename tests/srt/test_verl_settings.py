@@ -11,7 +11,7 @@ from verl_server.adapter.engine import get_engine
 from verl_server.adapter.sglang.argument_table import read_options
 from verl_server.adapter.vllm.server_arguments import PLAIN_NAMES, VLLM_OPTIONS
 from verl_server.config import ENGINE, SERVER_PYTHON, EngineKind, RolloutMode
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.integrations.verl.fleet_spec import FleetSpec, make_fleet_spec
 from verl_server.integrations.verl.own_settings import PARALLEL_SIZES, parse_own_settings
 from verl_server.types import Json
@@ -29,7 +29,9 @@ def parse(engine_kwargs: Any) -> Json:
     return parse_own_settings(config)[1]
 
 
-def make_spec(section: Json | None = None, max_model_len: Any = None) -> FleetSpec:
+def make_spec(
+    section: Json | None = None, max_model_len: Any = None, mode: RolloutMode = RolloutMode.HYBRID
+) -> FleetSpec:
     """The settings of a fleet whose model has room for 40960 tokens."""
     model: Any = SimpleNamespace(
         path="/model", local_path="/model", trust_remote_code=False, lora_rank=0, lora={}, target_modules=None,
@@ -45,7 +47,7 @@ def make_spec(section: Json | None = None, max_model_len: Any = None) -> FleetSp
         enforce_eager=False, skip_tokenizer_init=True, enable_chunked_prefill=True, max_num_batched_tokens=8192,
         prompt_length=512, response_length=512, free_cache_engine=True,
     )  # fmt: skip
-    return make_fleet_spec(config, model, RolloutMode.HYBRID)
+    return make_fleet_spec(config, model, mode)
 
 
 # -- names ---------------------------------------------------------------------------------------------
@@ -185,3 +187,19 @@ def test_the_context_length_is_a_whole_number() -> None:
         make_spec({"context_length": "4k"})
     with pytest.raises(BadInputError, match=rf"rollout\.max_model_len {message}"):
         make_spec(max_model_len="4k")
+
+
+@pytest.mark.parametrize(
+    ("transport", "works", "refused", "needed"),
+    [
+        ("cuda_ipc", RolloutMode.HYBRID, RolloutMode.STANDALONE, "the devices of the trainer"),
+        ("distributed_buckets", RolloutMode.STANDALONE, RolloutMode.HYBRID, "devices of their own"),
+    ],
+)
+def test_a_transport_between_gpus_fits_the_devices_of_the_servers(
+    transport: str, works: RolloutMode, refused: RolloutMode, needed: str
+) -> None:
+    section = {"transport": transport}
+    assert make_spec(section, mode=works).own.transport == transport
+    with pytest.raises(UnsupportedError, match=rf"the transport {transport} needs servers on {needed}, but these use"):
+        make_spec(section, mode=refused)

@@ -505,3 +505,16 @@ def test_only_the_memory_file_of_the_name_is_opened() -> None:
     for file in (opened, other):
         file.close()
     os.close(foreign)
+
+
+@pytest.mark.parametrize("is_inherited", [True, False])
+def test_a_server_that_reorders_experts_at_each_update_takes_no_weights(
+    is_inherited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also experts that an update does not write, which are then in the wrong order."""
+    env = {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "True"}
+    if is_inherited:
+        monkeypatch.setenv(*next(iter(env.items())))
+    with pytest.raises(errors.UnsupportedError, match=r"variable SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED=True: remove it"):
+        require_pushable({}, {} if is_inherited else env)
+    require_pushable({}, {"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0"})

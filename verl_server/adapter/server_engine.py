@@ -32,8 +32,8 @@ class ServerEngine:
     add_fleet_defaults: Callable[[ServerArgs, bool], Json]
     """Returns the arguments with the values that suit servers behind a router of this library. The second argument:
     whether the servers are also registered with an `sglang-router`."""
-    require_pushable: Callable[[ServerArgs], None]
-    """Raises UnsupportedError if a server with these arguments cannot take pushed weights."""
+    require_pushable: Callable[[ServerArgs, Mapping[str, str]], None]
+    """Raises UnsupportedError if a server with these arguments and added variables cannot take pushed weights."""
     require_divisible_model: Callable[[ServerArgs], None]
     """Raises BadInputError if `tp_size` ranks cannot divide the model."""
     place_on_devices: Callable[[ServerArgs, Mapping[str, str], int, int], tuple[Json, Mapping[str, str]]]

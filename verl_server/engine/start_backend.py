@@ -134,7 +134,7 @@ def start_backend(
     starts_server = source.fleet is None and not source.servers
     error = source.validate(placement.nnodes, config.engine_kind)
     engine = get_engine(config.engine_kind)
-    args = _agree_on_server_args(group, placement, engine, server_args, error, starts_server=starts_server)
+    args = _agree_on_server_args(group, placement, engine, server_args, env, error, starts_server=starts_server)
     env, cores = _agree_on_devices(group, placement, source, args, env, starts_server=starts_server)
     backend: Backend | None = None
     if placement.is_node_leader:
@@ -249,6 +249,7 @@ def _agree_on_server_args(
     placement: Placement,
     engine: ServerEngine,
     server_args: Mapping[str, Any],
+    env: Mapping[str, str],
     error: VerlServerError | None,
     *,
     starts_server: bool,
@@ -261,7 +262,7 @@ def _agree_on_server_args(
     def complete(_: list[Json]) -> Json:
         args: Json = {**engine.validate_server_args(server_args), "tp_size": placement.tp_size}
         if starts_server:
-            engine.require_pushable(args)
+            engine.require_pushable(args, env)
         args.setdefault("weight_version", "0")
         if placement.nnodes > 1:
             completed = complete_server_args(args)

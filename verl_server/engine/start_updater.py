@@ -15,6 +15,7 @@ from verl_server.platforms.available_memory import available_memory
 from verl_server.ranks.machine import is_loopback
 from verl_server.types import Json, TensorSpec, parse_weight_version
 from verl_server.weights.arena import Arena
+from verl_server.weights.checksum import choose_algorithm
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.layout import plan_double_buffer
 from verl_server.weights.double_buffer.progress import MAX_WRITERS
@@ -52,14 +53,18 @@ def start_weight_updater(
         assert backend is not None
         transport = _choose_transport(backend, ranks.placement.nnodes, config, layout.size_bytes)
         released_memory = sorted(backend.released_memory)
-        return {"transport": transport, "weight_version": backend.weight_version, "released_memory": released_memory}
+        reads_host_memory = any(member.fused_modules is not None for member in backend.members)
+        return {
+            "transport": transport, "weight_version": backend.weight_version, "released_memory": released_memory,
+            "checksum": choose_algorithm(servers_read_host_memory=reads_host_memory),
+        }  # fmt: skip
 
     decided = ranks.coordinator.agree(ranks.coordinator.next_call_id("transport"), decide, action_timeout_s=10.0)
     weight_version, transport = decided["weight_version"], decided["transport"]
     if is_streamed(transport):
         updater = _start_streamed(ranks, manifest, weight_version, config, transport)
     else:
-        updater = _start_staged(ranks, backend, manifest, weight_version, config, transport)
+        updater = _start_staged(ranks, backend, manifest, weight_version, config, transport, decided["checksum"])
     # A server with random weights gets others when it starts again.
     is_unchanged = weight_version == parse_weight_version(server_args.get("weight_version"))
     updater.starts_from_checkpoint = is_unchanged and server_args.get("load_format") != "dummy"
@@ -116,6 +121,7 @@ def _start_staged(
     weight_version: int,
     config: WeightsConfig,
     transport: str,
+    checksum: str,
 ) -> WeightUpdater:
     """Create an arena on the first rank of each node. With one node, every rank maps that arena if all ranks can."""
     layout, placement = plan_arena(manifest.tensors), ranks.placement
@@ -136,11 +142,12 @@ def _start_staged(
             node_rank=placement.node_rank,
             folder=None if config.folder is None else str(config.folder),
             host=config.host or backend.trainer_host,
+            checksum=checksum,
         )
         logger.info("weights are staged in %.1f MB of memory and go by %s", layout.size_bytes / 1e6, transport)
         sender = sender_class(transport)(settings)
     writer_ranks = ranks.global_ranks if shared else frozenset()
-    return StagedUpdater(ranks, manifest, weight_version, layout, arena, writer_ranks, sender)
+    return StagedUpdater(ranks, manifest, weight_version, layout, arena, writer_ranks, sender, checksum)
 
 
 def _start_streamed(

@@ -92,7 +92,7 @@ class RolloutManager:
         parallel_config = parse_parallel_config(args)
         args = engine.add_fleet_defaults(args, config.router_ip is not None)
         if capabilities_of(self.mode).takes_weights:
-            engine.require_pushable(args)
+            engine.require_pushable(args, env or {})
         self._launcher = launcher = launcher or LocalLauncher()
         launcher.reserve(parallel_config, replicas, env or {})
         engine.require_divisible_model(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
@@ -31,15 +32,22 @@ PACKED_EXPERTS = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental
 """Values of `moe_runner_backend` whose kernels read the experts' weights in another order than the checkpoint's."""
 
 
-def require_pushable(server_args: Mapping[str, Any]) -> None:
+INTERLEAVED_EXPERTS = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+"""Variable with which each end of an update session changes the order of the rows of experts, written or not."""
+
+
+def require_pushable(server_args: Mapping[str, Any], env: Mapping[str, str] | None = None) -> None:
     """Raise UnsupportedError if a server with these SGLang arguments cannot take pushed weights.
+
+    `env`: the environment variables that are added for the server to those of this process. None: of a server that runs
+    already, whose environment is not known.
 
     Each rule is a fact of SGLang 0.5.23. The second stages of a pipeline and the copies of data parallelism do not
     answer an update. A draft model for speculative decoding is passed the same update as the served model. A quantized
     model keeps scales that belong to its earlier weights. An external KV store keeps the KV cache of earlier weights.
     The scheduler of a server with a weight cache ends at the first update. Encoders of other servers are not updated.
     """
-    if (reason := _reason(server_args)) is not None:
+    if (reason := _reason(server_args, {} if env is None else os.environ | dict(env))) is not None:
         raise UnsupportedError(
             f"weights cannot be pushed into a server with {reason}. Without weight updates, start such a server with "
             "HttpServerEngineAdapter.launch, or as replicas of a RolloutManager with mode='colocated'"
@@ -60,7 +68,7 @@ def require_unpacked_experts(resolved_args: Mapping[str, Any]) -> None:
         )
 
 
-def _reason(server_args: Mapping[str, Any]) -> str | None:
+def _reason(server_args: Mapping[str, Any], env: Mapping[str, str]) -> str | None:
     """What makes pushed weights impossible, and what to use instead. None: nothing."""
     if (pp_size := server_args.get("pp_size") or 1) > 1:
         return f"pp_size={pp_size} pipeline stages: use tp_size instead"
@@ -71,6 +79,8 @@ def _reason(server_args: Mapping[str, Any]) -> str | None:
         return f"speculative_algorithm={algorithm!r}, which has a draft model: leave it out, or use 'NGRAM'"
     if (mode := server_args.get("weight_cache_mode") or "off") != "off":
         return f"weight_cache_mode={mode!r}, whose servers map the same weights: leave it out"
+    if env.get(INTERLEAVED_EXPERTS, "").lower() in ("1", "true", "yes", "y"):
+        return f"the environment variable {INTERLEAVED_EXPERTS}={env[INTERLEAVED_EXPERTS]}: remove it"
     if server_args.get("language_only"):
         return "language_only=True, whose images other servers encode: leave it out"
     return _external_kv_store(server_args) or _quantization(server_args)

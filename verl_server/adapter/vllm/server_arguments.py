@@ -140,7 +140,7 @@ def with_common_names(server_args: Mapping[str, Any]) -> Json:
     return {names.get(name, name): value for name, value in server_args.items()}
 
 
-def require_pushable(server_args: Mapping[str, Any]) -> None:
+def require_pushable(server_args: Mapping[str, Any], _env: Mapping[str, str] | None = None) -> None:
     """Raise UnsupportedError if a server with these arguments cannot take pushed weights: a quantized model."""
     if (quantization := server_args.get("quantization")) is not None:
         raise UnsupportedError(

@@ -56,10 +56,13 @@ def make_fleet_spec(
     """The settings of a fleet. Raises BadInputError and UnsupportedError, before anything is started."""
     require_supported(config, model)
     own, given = parse_own_settings(config)
-    if mode is RolloutMode.HYBRID and own.transport in ("cuda_ipc", "distributed_buckets"):
+    shares_devices = mode is not RolloutMode.STANDALONE
+    if own.transport == ("distributed_buckets" if shares_devices else "cuda_ipc"):
+        needed, other = "devices of their own", "the devices of the trainer"
+        needed, other = (needed, other) if shares_devices else (other, needed)
         raise UnsupportedError(
-            f"the transport {own.transport} needs servers with devices of their own, but these share the devices of "
-            "the trainer; leave engine_kwargs.verl_server.transport out"
+            f"the transport {own.transport} needs servers on {needed}, but these use {other}; leave "
+            "engine_kwargs.verl_server.transport out"
         )
     engine_kind = own.adapter_config.engine_kind
     assert isinstance(engine_kind, EngineKind)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.arena import Arena
+from verl_server.weights.checksum import XXH3
 from verl_server.weights.layout import Layout
 from verl_server.weights.reports import ReceivedReport, Report
 
@@ -69,6 +70,8 @@ class SenderSettings:
     """Folder that trainer and servers share."""
     host: str = "127.0.0.1"
     """The trainer's address as the servers reach it."""
+    checksum: str = XXH3
+    """Name of the algorithm with which trainer and servers compute checksums."""
 
 
 class ReceivingRank(NamedTuple):

@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 
 from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
 from verl_server.types import Json
-from verl_server.weights.checksum import choose_algorithm
 from verl_server.weights.layout import tensor_bytes
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import Sender, UpdateAttempt
@@ -179,7 +178,7 @@ def replay(
         servers.pause(validated.pause_mode)
         load_and_verify(update, attempt)
         # A trainer rank may stage the next update in the meantime, perhaps just behind the reader.
-        if StagedChecksums(sender.arena.tensor).values(names) != expected:
+        if StagedChecksums(sender.arena.tensor, sender.settings.checksum).values(names) != expected:
             raise VerlServerError("the staged weights have changed while a server loaded the published weights")
         servers.resume()
 
@@ -231,7 +230,7 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
             "transport": sender.name,
             "update_id": attempt.id,
             "verify": attempt.verify,
-            "checksum": choose_algorithm(),
+            "checksum": sender.settings.checksum,
             **sender.loader_message(attempt, member_index),
         }
         for member_index in range(len(attempt.members))

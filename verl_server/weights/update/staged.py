@@ -59,7 +59,8 @@ class StagedUpdater(WeightUpdater):
     """The weight updater for transports that send what is staged in an arena.
 
     `arena`: the arena that this rank writes. `writer_ranks`: global ranks that map the same arena as this rank.
-    `sender`: the trainer's end of the transport, on the first rank of each node; None on other ranks.
+    `sender`: the trainer's end of the transport, on the first rank of each node; None on other ranks. `checksum`: name
+    of the algorithm of all updates.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class StagedUpdater(WeightUpdater):
         arena: Arena,
         writer_ranks: frozenset[int],
         sender: Sender | None,
+        checksum: str,
     ) -> None:
         super().__init__(ranks, manifest, weight_version)
         self._layout, self._arena, self._writer_ranks, self._sender = layout, arena, writer_ranks, sender
+        self._checksum = checksum
         self._is_node_leader = ranks.placement.is_node_leader
         self._sender_lock = threading.Lock()
         """Held while the sender is used: by an update, or by the replay of an update into another server."""
@@ -87,7 +90,7 @@ class StagedUpdater(WeightUpdater):
     ) -> WeightUpdateResult:
         started = time.monotonic()
         call_id = self.coordinator.next_call_id("update_weights_from_tensor")
-        checksums = StagedChecksums(self._arena.tensor)
+        checksums = StagedChecksums(self._arena.tensor, self._checksum)
         writer = ShardWriter(
             self._arena.tensor,
             self.manifest,
@@ -199,7 +202,7 @@ class StagedUpdater(WeightUpdater):
         return self._lacking.issubset(self._published_checksums)
 
     def _complete_modules(self, names: list[str], servers: UpdatableServers) -> list[str]:
-        checksums = StagedChecksums(self._arena.tensor)
+        checksums = StagedChecksums(self._arena.tensor, self._checksum)
         return complete_modules(names, servers.members, self.manifest, self._published_checksums, checksums.values)
 
     def _publish(
