@@ -1,8 +1,8 @@
 """OpenAI's `/v1/responses`, which Codex and OpenAI's Agents SDK use.
 
 The gateway stores no responses: each request has the whole conversation, and `previous_response_id` is refused. The
-fields `store`, `reasoning`, `prompt_cache_key` and `client_metadata` are ignored, and so is `include`, except that log
-probabilities are refused. `parallel_tool_calls` has an effect on a turn that must be a tool call only.
+fields `store`, `prompt_cache_key` and `client_metadata` are ignored, and so is `include`, except that log probabilities
+are refused.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from verl_server.gateway.dialects.fields import (
     read_list,
     read_number,
     read_object,
+    read_template_arguments,
     read_text,
     refuse,
     sampling_params,
@@ -58,6 +59,8 @@ class ResponsesDialect(Dialect):
             tools=tools,
             forced_tools=forced_tools,
             allows_parallel_calls=body.get("parallel_tool_calls") is not False,
+            template_arguments=read_template_arguments(body),
+            reasoning_effort=read_text(read_object(body, "reasoning"), "effort", default="") or None,
             sampling_params=sampling_params(
                 max_new_tokens=read_count(body, "max_output_tokens"),
                 temperature=read_number(body, "temperature", 0, 100),
@@ -129,11 +132,11 @@ def _response(
         "output": list(output),
         "parallel_tool_calls": request.allows_parallel_calls,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": request.reasoning_effort, "summary": None},
         "store": False,
         "temperature": params.get("temperature"),
         "text": None if "json_schema" in params else {"format": {"type": "text"}},
-        "tool_choice": "auto" if request.forced_tools is None else "required",
+        "tool_choice": "auto" if request.forced_tools is None else "required" if request.forced_tools else "none",
         "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools],
         "top_p": params.get("top_p"),
         "truncation": "disabled",

@@ -28,6 +28,7 @@ def force_call(tools: Sequence[Json], name: Any = None) -> tuple[str, ...]:
 
 def parse_openai_choice(body: Json, tools: Sequence[Json]) -> tuple[Sequence[Json], tuple[str, ...] | None]:
     """The tools that the policy sees, and the names of those of which the turn must call one. None: no call is forced.
+    Empty: the turn has no call.
 
     A function is named in the way of chat completions, or in that of responses.
     """
@@ -35,7 +36,7 @@ def parse_openai_choice(body: Json, tools: Sequence[Json]) -> tuple[Sequence[Jso
     if choice is None or choice == "auto":
         return tools, None
     if choice == "none":
-        return (), None
+        return (), ()
     if choice == "required":
         return tools, force_call(tools)
     if isinstance(choice, dict) and choice.get("type") == "function":

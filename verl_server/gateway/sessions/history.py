@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 Key = bytes
 ReadTurn = Callable[[Node, TurnRequest, int, Json], AssistantTurn]
 """Reads a recorded turn for a request, see `read_turn`."""
+TEMPLATE_ARGUMENTS = "template_arguments"
+"""Key of the variables of the chat template in the recorded message of a first prompt, if there are any."""
 LITELLM_EMPTY_TEXT = "[System: Empty message content sanitised to satisfy protocol]"
 """What LiteLLM writes for an empty text, because Anthropic's servers refuse it: that of a turn with calls only."""
 
@@ -37,10 +39,16 @@ def tools_digest(tools: Sequence[Json]) -> str:
     return hashlib.blake2b(as_json(list(tools)), digest_size=16).hexdigest()
 
 
+def prompt_digest(tools: Sequence[Json], template_arguments: Json) -> str:
+    """What the keys of a conversation begin with: all that its first prompt depends on besides the messages."""
+    digest = tools_digest(tools)
+    return f"{digest} {as_json(template_arguments).decode()}" if template_arguments else digest
+
+
 def conversation_keys(digest: str, messages: Sequence[Message], start: Key | None = None) -> list[Key]:
     """The keys of the conversations that end with each of the messages.
 
-    `digest`: that of the tools (`tools_digest`). `start`: key of the conversation that the messages continue.
+    `digest`: that of the prompt (`prompt_digest`). `start`: key of the conversation that the messages continue.
     """
     keys = list[Key]()
     key = digest.encode() if start is None else start
@@ -171,19 +179,23 @@ class History:
         `turn_message`: the message of a turn as agents repeat it, for the turn's node and the tools of its prompt.
         """
         keys, tools = dict[int, Key](), dict[int, Sequence[Json]]()
+        arguments = dict[int, Json]()
         for node in graph.nodes:
             message, start = node.message or {}, None
             if node.parent is None:
-                tools[node.id] = message.get("tools", ())
+                tools[node.id], arguments[node.id] = message.get("tools", ()), message.get(TEMPLATE_ARGUMENTS, {})
             else:
-                tools[node.id], start = tools[node.parent], keys[node.parent]
+                tools[node.id], arguments[node.id] = tools[node.parent], arguments[node.parent]
+                start = keys[node.parent]
             try:
                 messages = [turn_message(node, tools[node.id])] if node.sampled else message.get("messages", ())
             except Exception:
                 logger.exception("the turn %d of the session %s cannot be read", node.id, graph.session_id)
                 messages = ()  # no client has received the turn
             if messages:
-                keys[node.id] = conversation_keys(tools_digest(tools[node.id]), messages, start)[-1]
+                keys[node.id] = conversation_keys(prompt_digest(tools[node.id], arguments[node.id]), messages, start)[
+                    -1
+                ]
             else:
                 keys[node.id] = raw_prompt_key(graph.token_ids(node.id))
             self.add(keys[node.id], node.id)
