@@ -144,19 +144,21 @@ def thinking_renderer(renderer: ChatRenderer) -> ChatRenderer:
 def test_variables_of_the_chat_template(thinking_renderer: ChatRenderer, tmp_path: Path, path: str) -> None:
     """Of the gateway, of the request, and of the session: the later ones replace the earlier ones."""
     generate = ParamsGenerateFn(thinking_renderer.tokenizer, lambda prompt: "yes")
-    no_effort = {
+    efforts: dict[str, Any] = {
         CHAT: {"reasoning_effort": "none"},
         RESPONSES: {"reasoning": {"effort": "none"}},
         MESSAGES: {"thinking": {"type": "disabled"}},
-    }[path]
-    for of_gateway, of_request, of_session, thinks in (
+    }
+    no_effort = efforts[path]
+    cases: Any = (
         ({}, {}, {}, True),
         (NO_THINKING, {}, {}, False),
         ({}, {"chat_template_kwargs": NO_THINKING}, {}, False),
         ({}, no_effort, {}, False),
         (NO_THINKING, {"chat_template_kwargs": {"enable_thinking": True}}, {}, True),
         ({}, {"chat_template_kwargs": {"enable_thinking": True}}, NO_THINKING, False),
-    ):
+    )
+    for of_gateway, of_request, of_session, thinks in cases:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         texts = list[str]()
         for _ in range(2):  # the conversation goes on after a restart
