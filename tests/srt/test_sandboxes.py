@@ -203,33 +203,6 @@ def test_limits_of_memory_processes_and_files() -> None:
     run_in_sandbox(body, limits)
 
 
-HOPPERS = """
-import os, time
-end = time.monotonic() + 20
-for _ in range(40):
-    if os.fork() == 0:
-        while time.monotonic() < end:
-            if os.fork():
-                os._exit(0)
-        os._exit(0)
-time.sleep(20)
-"""
-
-
-@pytest.mark.timeout(60)
-def test_processes_that_fork_faster_than_they_are_listed_are_killed_at_once() -> None:
-    """40 processes, each of which is always a new one: a list of them is old before they are killed."""
-
-    async def body(box: LocalSandbox) -> None:
-        started = time.monotonic()
-        assert (await box.run(["python3", "-c", HOPPERS])).exceeded == "processes"
-        count = await box.run("ls -d /proc/[0-9]* | wc -l")
-        assert int(count.stdout) < 10, "the command server, the shell and its commands"
-        assert time.monotonic() - started < 12, "the processes end by themselves after 20 seconds"
-
-    run_in_sandbox(body, SandboxLimits(max_processes=20))
-
-
 def test_of_a_long_output_the_middle_is_left_out() -> None:
     async def body(box: LocalSandbox) -> None:
         text = (await box.run("seq 1000000; echo end")).stdout

@@ -225,17 +225,12 @@ class CommandServer:
     # -- limits ---------------------------------------------------------------------------------------
 
     def _enforce_limits(self) -> None:
-        pids, now = list_other_processes(), time.monotonic()
-        if len(pids) > self._limits["max_processes"]:  # before reading them, which takes long if there are thousands
-            self._kill_all(pids, "processes")
-            pids = list_other_processes()
-        usages = read_usage(pids)
+        usages, now = read_usage(list_other_processes()), time.monotonic()
         self._kill_sessions(usages)
-        pids = [usage.pid for usage in usages]
         if sum(usage.memory_bytes for usage in usages) > self._limits["memory_bytes"]:
-            self._kill_all(pids, "memory")
+            self._kill_all(usages, "memory")
         elif sum(usage.num_threads for usage in usages) > self._limits["max_processes"]:
-            self._kill_all(pids, "processes")
+            self._kill_all(usages, "processes")
         max_cpu_s, cpu_s = self._limits["cpu_s"], self._used_cpu_s(usages)
         for command in self._commands.values():
             exceeded = "time" if now >= command.deadline else None
@@ -251,11 +246,10 @@ class CommandServer:
         running = read_usage(list_other_processes()) if usages is None else usages
         return ended.ru_utime + ended.ru_stime + sum(usage.cpu_s for usage in running)
 
-    def _kill_all(self, pids: Sequence[int], exceeded: str) -> None:
-        """Kill the processes `pids`, and in a process namespace all of it at once: a fork cannot escape."""
+    def _kill_all(self, usages: Sequence[ProcessUsage], exceeded: str) -> None:
         for command in self._commands.values():
             command.exceeded = command.exceeded or exceeded
-        kill_processes([-1] if os.getpid() == 1 else pids)  # process 1 of the namespace is spared
+        kill_processes([usage.pid for usage in usages])
 
     def _kill_session(self, leader: int, usages: Sequence[ProcessUsage] | None = None) -> None:
         """Kill the processes of a command, and those that they start meanwhile."""
