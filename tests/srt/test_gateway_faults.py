@@ -77,9 +77,9 @@ class Served:
         self.engine = Engine(renderer.tokenizer)
         self.store = SessionStore(
             run_dir,
-            lambda record, limits, sampling: Session(
+            lambda record, limits, info: Session(
                 EpisodeState(record.graph.session_id, record, self.engine.generate, renderer, limits, False),
-                sampling,
+                info.sampling_params,
                 record,
             ),
             LIMITS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from verl_server.gateway.sessions.key_memo import MAX_CONVERSATIONS
 from verl_server.gateway.worker_threads import MAX_PARSED_BYTES, MAX_RENDERED_CHARS
 from verl_server.router.process.static_replicas import PROBE_INTERVAL_S
 from verl_server.server.open_files import WANTED_OPEN_FILES
-from verl_server.trajectory import ChatRenderer
+from verl_server.tiny import CHAT_TEMPLATE
+from verl_server.trajectory import ChatRenderer, load_session
 
 __all__ = ["renderer"]
 PAGE, OPERATION = (
@@ -44,7 +46,7 @@ PAGE, OPERATION = (
     for name in ("gateway.md", "gateway-operation.md")
 )
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 
 class ParamsGenerateFn(ScriptedGenerateFn):
@@ -99,13 +101,91 @@ def test_max_tokens_beyond_the_context_is_cut(gateway: Gateway, generate: Params
         assert 1000 < generate.params["max_new_tokens"] < 2000
 
 
-def test_parallel_calls_of_turns_that_are_not_forced(gateway: Gateway) -> None:
-    """No grammar can forbid a second call there: OpenAI's field is ignored, and Anthropic's is refused by its name."""
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"tools": [TOOL], "parallel_tool_calls": False}),
+        (RESPONSES, {"tools": [{"type": "function", "name": "add", "parameters": {}}], "parallel_tool_calls": False}),
+        (
+            MESSAGES,
+            {
+                "tools": [{"name": "add", "input_schema": {}}],
+                "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            },
+        ),
+    ],
+)
+def test_wishes_without_effect_are_in_the_record(gateway: Gateway, path: str, fields: Any) -> None:
+    """No grammar can forbid a second call where the policy chooses its tools. The template has no effort."""
+    info, key = gateway.create_session()
+    effort = {CHAT: "reasoning_effort", RESPONSES: "reasoning", MESSAGES: "output_config"}[path]
+    fields |= {effort: "high" if path == CHAT else {"effort": "high"}}
+    reply = post(gateway, key, path, input="a", **fields)
+    assert reply.status_code == 200, reply.text
+    turn = load_session(gateway.config.run_dir / f"{info.id}.jsonl").nodes[-1]
+    assert (turn.message or {})["request"]["ignored"] == ["parallel_tool_calls", "reasoning_effort"]
+
+
+WITHOUT_THOUGHT = "assistant\n<think>\n\n</think>\n\n"
+NO_THINKING = {"enable_thinking": False}
+
+
+@pytest.fixture(scope="module")
+def thinking_renderer(renderer: ChatRenderer) -> ChatRenderer:
+    """With a chat template like that of Qwen3: `enable_thinking=False` writes an empty thought."""
+    tokenizer = copy.copy(renderer.tokenizer)
+    switch = "assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("assistant\n{% endif %}", f"{switch}{{% endif %}}")
+    assert tokenizer.chat_template != CHAT_TEMPLATE
+    return ChatRenderer(tokenizer)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_variables_of_the_chat_template(thinking_renderer: ChatRenderer, tmp_path: Path, path: str) -> None:
+    """Of the gateway, of the request, and of the session: the later ones replace the earlier ones."""
+    generate = ParamsGenerateFn(thinking_renderer.tokenizer, lambda prompt: "yes")
+    efforts: dict[str, Any] = {
+        CHAT: {"reasoning_effort": "none"},
+        RESPONSES: {"reasoning": {"effort": "none"}},
+        MESSAGES: {"thinking": {"type": "disabled"}},
+    }
+    no_effort = efforts[path]
+    cases: Any = (
+        ({}, {}, {}, True),
+        (NO_THINKING, {}, {}, False),
+        ({}, {"chat_template_kwargs": NO_THINKING}, {}, False),
+        ({}, no_effort, {}, False),
+        (NO_THINKING, {"chat_template_kwargs": {"enable_thinking": True}}, {}, True),
+        ({}, {"chat_template_kwargs": {"enable_thinking": True}}, NO_THINKING, False),
+    )
+    for of_gateway, of_request, of_session, thinks in cases:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        texts = list[str]()
+        for _ in range(2):  # the conversation goes on after a restart
+            with Gateway(
+                generate, folder, renderer=thinking_renderer, limits=LIMITS, chat_template_kwargs=of_gateway
+            ) as gateway:
+                key = "sk-0123456789abcdef"
+                info, _ = gateway.create_session("s", key=key, chat_template_kwargs=of_session)
+                said = [{"role": "user", "content": "a"}]
+                for text in texts:
+                    said += [{"role": "assistant", "content": text}, {"role": "user", "content": "b"}]
+                reply = post(gateway, key, path, messages=said, input=said, **of_request)
+                assert reply.status_code == 200, reply.text
+                texts.append("yes")
+                graph = load_session(gateway.config.run_dir / f"{info.id}.jsonl")
+        assert len(graph.leaves) == 1
+        for node in graph.nodes:
+            if not node.sampled:
+                assert thinking_renderer.decode_all(node.token_ids).endswith(WITHOUT_THOUGHT) != thinks
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("name", ["no_such_variable", "messages", "tokenize"])
+def test_a_variable_that_the_template_does_not_have_is_refused(gateway: Gateway, path: str, name: str) -> None:
     _, key = gateway.create_session()
-    assert post(gateway, key, tools=[TOOL], parallel_tool_calls=False).status_code == 200
-    tools, choice = [{"name": "add", "input_schema": {}}], {"type": "auto", "disable_parallel_tool_use": True}
-    reply = post(gateway, key, MESSAGES, tools=tools, tool_choice=choice)
-    assert (reply.status_code, "disable_parallel_tool_use" in reply.text) == (400, True)
+    reply = post(gateway, key, path, input="a", chat_template_kwargs={name: 1})
+    assert (reply.status_code, name in reply.text) == (400, True)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import xgrammar
-from agent_helpers import RecordingGenerateFn, renderer_with_template
+from agent_helpers import TOOL_CALL_REGEX, RecordingGenerateFn, renderer_with_template
 from helpers import QWEN, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +26,7 @@ from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.errors import GatewayError
-from verl_server.gateway.turn_text.forced_calls import turn_params
+from verl_server.gateway.turn_text.grammar import turn_params
 from verl_server.gateway.turn_text.turn_parsing import split_turn
 from verl_server.tiny import CHAT_TEMPLATE
 from verl_server.trajectory import ChatRenderer, FamilyRenderer
@@ -136,6 +139,117 @@ def tool(parameters: Any, name: str = "decide") -> Any:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+# -- structured output, and turns without calls -------------------------------------------------------
+
+MESSAGES, RESPONSES, CHAT = DIALECTS = ("messages", "responses", "chat/completions")
+
+
+def send(gateway: Gateway, key: str, dialect: str, *, choice: str = "auto", **wanted: Any) -> Any:
+    """The reply to a request, with `schema` for structured output and `tools` by name if they are given."""
+    schema, tools, headers = wanted.pop("schema", None), wanted.pop("tools", {}), {"x-api-key": key}
+    body: dict[str, Any] = {"model": "m", "messages": HELLO, **wanted}
+    body |= {"tool_choice": {"type": choice} if dialect == MESSAGES else choice} if tools else {}
+    if dialect == CHAT:
+        body["tools"] = [tool(parameters, name) for name, parameters in tools.items()] or None
+        named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body["response_format"] = None if schema is None else named
+    elif dialect == RESPONSES:
+        body["input"] = body.pop("messages")
+        body["tools"] = [{"type": "function", "name": name, "parameters": value} for name, value in tools.items()]
+        body["text"] = None if schema is None else {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    else:
+        body["max_tokens"] = 1000
+        body["tools"] = [{"name": name, "input_schema": value} for name, value in tools.items()]
+        body["output_config"] = None if schema is None else {"format": {"type": "json_schema", "schema": schema}}
+    return httpx.post(f"{gateway.openai_url}/{dialect}", json=body, headers=headers, timeout=60.0)
+
+
+def parts_of(reply: Any, dialect: str) -> tuple[str, str, list[Call]]:
+    """Thought, text and calls of a reply."""
+    assert reply.status_code == 200, reply.text
+    found = reply.json()
+    if dialect == CHAT:
+        message = found["choices"][0]["message"]
+        calls = [
+            (call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in message.get("tool_calls", ())
+        ]
+        assert (found["choices"][0]["finish_reason"] == "tool_calls") == bool(calls)
+        return message.get("reasoning_content", ""), message["content"] or "", calls
+    texts = {"thinking": "", "text": ""}
+    calls = []
+    for item in found["content"] if dialect == MESSAGES else found["output"]:
+        if item["type"] in ("tool_use", "function_call"):
+            arguments = item["input"] if dialect == MESSAGES else json.loads(item["arguments"])
+            calls.append((item["name"], arguments))
+        elif dialect == MESSAGES:
+            texts[item["type"]] += item[item["type"]]
+        else:
+            texts["text" if item["type"] == "message" else "thinking"] += item["content"][0]["text"]
+    return texts["thinking"], texts["text"], calls
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_structured_output_with_tools_is_a_call_or_the_json(gateway: Gateway, dialect: str) -> None:
+    """The policy can still call a tool, and it writes nothing but a call or the JSON."""
+    _, key = gateway.create_session(sampling_params=SAMPLING)
+    found = dict[bool, int]()
+    for _ in range(60):
+        _, text, calls = parts_of(send(gateway, key, dialect, schema=YES_OR_NO, tools={"paint-it": COLOURS}), dialect)
+        require_valid(calls[0] if calls else ("decide", json.loads(text)))
+        assert not calls or not text
+        found[bool(calls)] = found.get(bool(calls), 0) + 1
+        if len(found) == 2:
+            break
+    assert len(found) == 2, found
+
+
+def test_structured_output_with_tools_of_another_family_is_refused_by_name(tokenizer: Any) -> None:
+    params = {"json_schema": json.dumps(YES_OR_NO)}
+    request = TurnRequest("m", HELLO, [tool(YES_OR_NO)], sampling_params=params)
+    with pytest.raises(GatewayError, match="structured output cannot have tools") as caught:
+        turn_params(FamilyRenderer(tokenizer, "llama-3"), request, [], {})
+    assert caught.value.kind.status == 400
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_without_tools_a_call_is_text(gateway: Gateway, dialect: str, is_stream: bool) -> None:
+    """Also with the `tool_choice` none. The agent repeats the text, and the conversation goes on."""
+    for tools in ({}, {"add": YES_OR_NO}):
+        info, key = gateway.create_session(sampling_params={"max_new_tokens": 100, "regex": TOOL_CALL_REGEX})
+        reply = send(gateway, key, dialect, choice="none", tools=tools, stream=is_stream)
+        if is_stream:
+            assert reply.status_code == 200
+            assert "tool_use" not in reply.text
+            assert "function_call" not in reply.text
+            assert '"tool_calls"' not in reply.text
+            assert "<tool_call>" in reply.text.replace("\\u003c", "<")
+            continue
+        thought, text, calls = parts_of(reply, dialect)
+        assert (thought, calls) == ("", [])
+        assert re.fullmatch(TOOL_CALL_REGEX, text)
+        messages = [*HELLO, {"role": "assistant", "content": text}, {"role": "user", "content": "b"}]
+        send(gateway, key, dialect, choice="none", tools=tools, messages=messages)
+        assert len(graph_of(gateway, info.id).leaves) == 1
+
+
+def test_a_turn_without_calls_stays_text_after_a_restart(
+    shared_engine: VerlEngine, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
+    limits = RolloutLimits(max_context_tokens=2000, max_turns=1000)
+    info, messages = None, list(HELLO)
+    for _ in range(2):
+        with Gateway(RecordingGenerateFn(shared_engine), tmp_path, renderer=renderer, limits=limits) as gateway:
+            params = {"max_new_tokens": 100, "regex": TOOL_CALL_REGEX}
+            info, key = gateway.create_session("s", key="sk-0123456789abcdef", sampling_params=params)
+            reply = send(gateway, key, CHAT, choice="none", tools={"add": YES_OR_NO}, messages=messages)
+            messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": "b"}]
+            graph = graph_of(gateway, info.id)
+    assert (len(graph.leaves), sum(node.sampled for node in graph.nodes)) == (1, 2)
+
+
 def test_a_call_replaces_structured_output(gateway: Gateway) -> None:
     _, key = gateway.create_session(sampling_params=SAMPLING)
     reply = post(gateway, key, tools=[tool(YES_OR_NO)], response_format={"type": "json_object"})
@@ -215,6 +329,37 @@ def test_a_grammar_that_the_server_refuses_is_an_error_of_the_request(gateway: G
     require_valid(ask_chat(gateway, key, "decide", False)[0])
 
 
+UNUSABLE_SCHEMAS: tuple[Any, ...] = (
+    {"$ref": "#"},
+    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}},
+    {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}, {"$ref": "#/properties/a"}]}}},
+    {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}, "$ref": "#/$defs/a"},
+    {"$ref": "#/$defs/missing"},
+    {"type": "nope"},
+    {"enum": []},
+    {"type": "integer", "minimum": 5, "maximum": 1},
+    {"type": "object", "properties": {"a": False}, "required": ["a"]},
+    {"type": "string", "pattern": "(((("},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_schema_that_no_grammar_has_is_refused_at_once(gateway: Gateway, dialect: str) -> None:
+    """Also with tools: then the schema is a part of a larger grammar."""
+    _, key = gateway.create_session(sampling_params={**SAMPLING, "max_new_tokens": 60})
+    for schema in UNUSABLE_SCHEMAS:
+        for tools in ({}, {"decide": YES_OR_NO}):
+            start = time.monotonic()
+            reply = send(gateway, key, dialect, schema=schema, tools=tools)
+            assert reply.status_code == 400, (schema, reply.text)
+            assert "invalid" in reply.text
+            assert time.monotonic() - start < 8.0, "a request takes milliseconds on an idle machine"
+    recursive = {"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": False}
+    assert send(gateway, key, dialect, schema=recursive).status_code == 200
+
+
 # -- prompts with an open thought, and families of models --------------------------------------------
 
 
@@ -238,6 +383,17 @@ def test_a_thought_that_the_prompt_has_opened_is_the_first_part_of_the_turn(thin
     assert choice["message"]["content"] == ""
     assert choice["message"]["reasoning_content"]
     assert graph_of(thinking, info.id).nodes[-1].sampled
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_structured_output_begins_after_the_thought(thinking: Gateway, dialect: str) -> None:
+    """The policy thinks until it ends the thought, which a tiny model does not: it writes no JSON into the thought."""
+    for tools in ({}, {"decide": YES_OR_NO}):
+        _, key = thinking.create_session(sampling_params={"max_new_tokens": 60, "temperature": 1.0})
+        reply = send(thinking, key, dialect, schema=YES_OR_NO, tools=tools)
+        thought, text, calls = parts_of(reply, dialect)
+        assert (text, calls) == ("", [])
+        assert len(thought) > 20, "a random model needs all its tokens, and the JSON has 13 characters"
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +429,67 @@ def test_the_grammar_has_what_is_parsed(tokenizer: Any) -> None:
             parts = split_turn(renderer, renderer.encode(text), preceding, request.tools, "t")
             assert [(call.name, call.arguments) for call in parts.tool_calls] == [("decide", '{"yes":true}')]
             assert (parts.reasoning, parts.text) == (thought and "So.", "")
+
+
+CALL = '<tool_call>\n{"name": "decide", "arguments": {"yes": true}}\n</tool_call>'
+ANSWER = '{"yes": true}'
+
+
+@pytest.mark.parametrize("kind", ["ChatRenderer", "FamilyRenderer"])
+@pytest.mark.parametrize(
+    ("prompt", "thoughts"),
+    [
+        ("<|im_start|>assistant\n", ["", "<think>\nSo.\n</think>\n\n"]),
+        ("<|im_start|>assistant\n<think>\n", ["So.\n</think>\n\n", "</think>\n\n"]),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", [""]),
+    ],
+)
+def test_a_grammar_takes_no_thought_and_no_call_away(
+    tokenizer: Any, kind: str, prompt: str, thoughts: list[str]
+) -> None:
+    """The templates of Qwen3 (which may think), of Qwen3-Thinking and Qwen3.5, and of Qwen3 without thoughts."""
+    thinking = tokenizer.chat_template.replace("<|im_start|>assistant\n{% endif", f"{prompt}{{% endif")
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = f"{thinking}{{# <think> #}}"
+    made: Any = ChatRenderer(tokenizer) if kind == "ChatRenderer" else FamilyRenderer(tokenizer, "qwen3")
+    for tools, forced, answers in (
+        ([], None, [ANSWER]),
+        ([tool(YES_OR_NO)], None, [ANSWER, CALL, f"{CALL}\n{CALL}"]),
+        ([tool(YES_OR_NO)], (), [ANSWER]),
+        ([tool(YES_OR_NO)], ["decide"], [CALL, f"{CALL}\n{CALL}"]),
+    ):
+        schema = {"json_schema": json.dumps(YES_OR_NO)}
+        request = TurnRequest("m", HELLO, tools, sampling_params=schema, forced_tools=forced)
+        params, preceding = turn_params(made, request, made.encode(prompt), {}), made.encode(prompt)
+        if "json_schema" in params:
+            assert (thoughts, answers) == ([""], [ANSWER]), "no structural tag is needed"
+            continue
+        for answer in (ANSWER, CALL, f"{CALL}\n{CALL}", "Hello"):
+            for thought in ("", "So.\n</think>\n\n", "</think>\n\n", "<think>\nSo.\n</think>\n\n"):
+                is_allowed = answer in answers and thought in thoughts
+                if thought.startswith("<think>") and thoughts[0] == "So.\n</think>\n\n":
+                    is_allowed = answer in answers  # a thought may have any text
+                assert accepts(params["structural_tag"], thought + answer, tokenizer) == is_allowed, (thought, answer)
+                if is_allowed and thought in thoughts:
+                    parts = split_turn(made, made.encode(thought + answer), preceding, tools, "t")
+                    assert parts.reasoning == ("So." if "So." in thought else "")
+                    assert (parts.text, len(parts.tool_calls)) == (
+                        (ANSWER, 0) if answer == ANSWER else ("", answer.count(CALL))
+                    )
+
+
+def test_one_call_is_the_limit_of_structured_output_too(renderer: ChatRenderer, tokenizer: Any) -> None:
+    schema = {"json_schema": json.dumps(YES_OR_NO)}
+    request = TurnRequest("m", HELLO, [tool(YES_OR_NO)], sampling_params=schema, allows_parallel_calls=False)
+    tag = turn_params(renderer, request, [], {})["structural_tag"]
+    assert accepts(tag, CALL, tokenizer)
+    assert not accepts(tag, f"{CALL}\n{CALL}", tokenizer)
+
+
+def test_the_grammar_of_a_session_replaces_that_of_the_request(renderer: ChatRenderer) -> None:
+    """Servers take one grammar."""
+    request = TurnRequest("m", HELLO, sampling_params={"json_schema": "{}", "temperature": 0.5})
+    assert turn_params(renderer, request, [], {"regex": "a"}) == {"regex": "a", "temperature": 0.5}
 
 
 A = {"a": {"type": "boolean"}}

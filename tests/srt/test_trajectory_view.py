@@ -339,6 +339,15 @@ def test_control_characters_of_a_session_do_not_reach_the_terminal(tmp_path: Pat
     assert "␛[2J[bold]no[/bold]" in done.stdout, "square brackets are no markup"
 
 
+def test_control_characters_in_errors_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    file = tmp_path / "\x1b[31ms.jsonl"
+    file.write_text('{"format": "\\u001b[2J", "type": "\\u001b[2J"}\n')
+    done = run(file)
+    assert done.returncode == 2, done.stderr
+    assert "␛[" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
 def test_a_terminal_without_unicode_shows_the_session(session: Path) -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*COMMAND, str(session)], capture_output=True, text=True, timeout=120, env=env)

@@ -260,7 +260,9 @@ def main() -> None:
     try:
         app()
     except VerlServerError as error:
-        print(f"verl-server: {error}", file=sys.stderr)
+        from verl_server.trajectory.view.texts import visible  # an error may quote a file of somebody else
+
+        print(f"verl-server: {visible(error)}", file=sys.stderr)
         if log_path := error.details.get("log_path"):
-            print(f"Log of the server: {log_path}", file=sys.stderr)
+            print(f"Log of the server: {visible(log_path)}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT if isinstance(error, BadInputError) else EXIT_FAILED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -38,6 +39,13 @@ SessionExpiry = Annotated[
     float | None,
     typer.Option(min=1, help="Seconds after which a session ends by itself. Default: never.", metavar="SECONDS"),
 ]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        help="Variables of the chat template as JSON. Agents and sessions may replace them.",
+        metavar="JSON",
+    ),
+]
 
 
 def gateway(
@@ -60,6 +68,7 @@ def gateway(
         Path | None, typer.Option(help="File with the key of the admin API, instead of the environment.")
     ] = None,
     session_expiry: SessionExpiry = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
 ) -> None:
     """Let unmodified agents act through servers, a router or a fleet, and record every token.
 
@@ -76,6 +85,7 @@ def gateway(
       verl-server gateway runs/a --server http://10.0.0.2:30000 --server http://10.0.0.3:30000
       verl-server gateway runs/a --router http://127.0.0.1:8000 --model ./model --max-context-tokens 32000
       verl-server gateway runs/a --fleet verl_server
+      verl-server gateway runs/a --server http://127.0.0.1:30000 --chat-template-kwargs '{"enable_thinking": false}'
     """
     admin_key, generated = _take_admin_key(admin_key_file)
     with exit_after_cleanup():
@@ -92,6 +102,7 @@ def gateway(
                 is_open=is_open,
                 admin_key=admin_key,
                 session_expiry_s=session_expiry,
+                chat_template_kwargs=_parse_template_kwargs(chat_template_kwargs),
             )
         with opened:
             collect_garbage_rarely()
@@ -99,6 +110,16 @@ def gateway(
             for name in generated:
                 print_line(f"export {name}={admin_key}")
             threading.Event().wait()
+
+
+def _parse_template_kwargs(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise BadInputError("--chat-template-kwargs must be a JSON object, for example '{\"enable_thinking\": false}'")
+    return found
 
 
 def _take_admin_key(file: Path | None) -> tuple[str, list[str]]:

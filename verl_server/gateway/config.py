@@ -11,6 +11,7 @@ from verl_server.errors import BadInputError
 from verl_server.ranks.machine import is_loopback
 from verl_server.server.open_files import open_file_limit
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.types import Json
 from verl_server.validation import require_bool, require_key, require_list, require_seconds
 
 MIN_ADMIN_KEY_CHARS = 8
@@ -62,6 +63,8 @@ class GatewayConfig:
     """Seconds between two signs of life of a stream whose turn is being generated."""
     session_expiry_s: float | None = None
     """Seconds after which a session ends by itself."""
+    chat_template_kwargs: Json = field(default_factory=dict)
+    """Variables of the chat template, which agents and sessions may replace."""
 
 
 def require_gateway_arguments(

@@ -43,11 +43,20 @@ class TurnRequest:
     forced_tools: Sequence[str] | None = None
     """Names of the tools of which the turn must call one. None: the policy chooses. Empty: the turn has no call."""
     allows_parallel_calls: bool = True
-    """Whether a turn that must call a tool may have several calls."""
+    """Whether the turn may have several calls. Without a grammar of calls, the policy does not know it."""
+    template_arguments: Json = field(default_factory=dict)
+    """Variables of the chat template: those of the request, and in a session also those of the session."""
+    reasoning_effort: str | None = None
+    """How much the policy should think. A session makes it a variable of the template, if the template has one."""
     num_bytes: int = 0
     """Size of the body. 0 if it is unknown: then the work on the request counts as short."""
     raw_prompt: str | Sequence[int] | None = None
     """Prompt that is not a chat: a text, or token ids. The turn after a raw prompt is not split into parts."""
+
+    @property
+    def allows_calls(self) -> bool:
+        """Whether the turn may have tool calls: there are tools, and `tool_choice` is not none."""
+        return bool(self.tools) and (self.forced_tools is None or bool(self.forced_tools))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.records.folder_lock import REFRESH_S, FolderLock
 from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.session import Session
-from verl_server.gateway.sessions.session_info import SessionInfo, require_token_limit
+from verl_server.gateway.sessions.session_info import SessionInfo, as_json, require_token_limit
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.worker_threads import call_in_thread
@@ -75,9 +75,12 @@ class Gateway:
         is_open: bool = False,
         model_names: tuple[str, ...] = ("policy",),
         session_expiry_s: float | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """`engine`: as in `RolloutRunner`, or `DiscoveredServers`. `port` 0: a free port. `admin_key` None: a random
-        key. Raises BadInputError for wrong arguments, StartupError, and the errors of a request to the engine.
+        key. `chat_template_kwargs`: variables of the chat template, for example `{"enable_thinking": False}`, which
+        agents and sessions may replace. Raises BadInputError for wrong arguments, StartupError, and the errors of a
+        request to the engine.
         """
         require_gateway_arguments(run_dir, host, is_open, model_names, renderer, admin_key, session_expiry_s)
         self._engine, limits = make_source(engine, renderer, limits)
@@ -85,7 +88,13 @@ class Gateway:
         folder = Path(run_dir).expanduser()
         raise_open_file_limit()
         self.config = GatewayConfig(
-            folder, self.admin_key, limits, is_open, tuple(model_names), session_expiry_s=session_expiry_s
+            folder,
+            self.admin_key,
+            limits,
+            is_open,
+            tuple(model_names),
+            session_expiry_s=session_expiry_s,
+            chat_template_kwargs=as_json("chat_template_kwargs", chat_template_kwargs),
         )
         self._metrics = GatewayMetrics()
         self._slots = Slots(self.config.max_requests, ErrorKind.OVERLOADED, "the gateway")
@@ -123,7 +132,7 @@ class Gateway:
                 self.shutdown()
             raise StartupError(f"the gateway did not start: {error or type(error).__name__}") from error
 
-    def _open_session(self, record: ObservedRecorder, limits: RolloutLimits, sampling_params: Json) -> Session:
+    def _open_session(self, record: ObservedRecorder, limits: RolloutLimits, info: SessionInfo) -> Session:
         """The session of a record. Raises GatewayError while the engine is not known yet."""
         parts = self._engine.parts()
         limits = parts.complete_limits(limits)
@@ -132,7 +141,14 @@ class Gateway:
         slots = Slots(self.config.max_session_requests, parent=self._slots)
         generate = self._metrics.measure(parts.generate)
         state = EpisodeState(record.graph.session_id, record, generate, parts.renderer, limits, False)
-        return Session(state, sampling_params, record, slots)
+        return Session(
+            state,
+            info.sampling_params,
+            record,
+            slots,
+            template_defaults=self.config.chat_template_kwargs,
+            template_arguments=info.chat_template_kwargs,
+        )
 
     def _make_server(self) -> uvicorn.Server:
         config = self.config
@@ -165,12 +181,14 @@ class Gateway:
         metadata: Mapping[str, Any] | None = None,
         limits: Mapping[str, Any] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         expires_in_s: float | None = None,
     ) -> tuple[SessionInfo, str]:
         """Create a session. Returns the session and its key. `session_id`, `key`: by default random.
 
         `limits`: fields of `RolloutLimits` that replace those of the gateway. `sampling_params`: SGLang's sampling
-        parameters of every turn, which replace those of the agent. `expires_in_s`: seconds after which the session ends
+        parameters of every turn, which replace those of the agent. `chat_template_kwargs`: variables of the chat
+        template, which replace those of the agent. `expires_in_s`: seconds after which the session ends
         by itself. A call with the id, the key and the settings of a session returns this session again. Raises
         BadInputError for values that are not allowed, and for an id or a key that is taken. A key has at least
         16 printable ASCII characters and no spaces.
@@ -182,6 +200,7 @@ class Gateway:
                 metadata=metadata,
                 limits=limits,
                 sampling_params=sampling_params,
+                chat_template_kwargs=chat_template_kwargs,
                 expires_in_s=expires_in_s,
             )
         )

@@ -77,6 +77,11 @@ def opens_thought(renderer: ChatRenderer, preceding_ids: Sequence[int]) -> bool:
     return renderer.decode_all(preceding_ids[-MAX_START_TOKENS:]).rstrip().endswith(THOUGHT_START)
 
 
+def closes_thought(renderer: ChatRenderer, preceding_ids: Sequence[int]) -> bool:
+    """Whether the prompt ends with a whole thought, as with `enable_thinking=False`: the policy writes no other."""
+    return renderer.decode_all(preceding_ids[-MAX_START_TOKENS:]).rstrip().endswith(THOUGHT_END)
+
+
 def _find_marks(text: str) -> Iterator[tuple[str, int, int]]:
     """The marks, their places, and their ends. The end of `<tool_call>` is the end of the call."""
     position = num_removed = 0

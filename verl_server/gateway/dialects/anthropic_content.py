@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_server.gateway.conversation import as_template_call
 from verl_server.gateway.dialects.content import read_content, tool_schema
-from verl_server.gateway.dialects.fields import bad_request, read_text, require_recordable
+from verl_server.gateway.dialects.fields import bad_request, read_object, read_text, require_recordable
 from verl_server.gateway.dialects.known_items import derive
 from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.dialects.tool_choice import force_call
@@ -85,11 +85,6 @@ def parse_choice(body: Json, tools: Sequence[Json]) -> tuple[tuple[str, ...] | N
     if kind not in ("auto", "none", "any", "tool"):
         raise bad_request(f"'tool_choice.type' = {str(kind)[:40]} is not supported; use auto, none, any or tool")
     is_single = choice is not None and bool(choice.get("disable_parallel_tool_use"))
-    if is_single and kind == "auto":
-        raise bad_request(
-            "'tool_choice.disable_parallel_tool_use' = true is not supported with the type auto: the policy may call "
-            "several tools; use the type any or tool"
-        )
     forced: tuple[str, ...] | None = () if kind == "none" else None
     if choice is not None and kind in ("any", "tool"):
         forced = force_call(tools, read_text(choice, "name") if kind == "tool" else None)
@@ -114,6 +109,13 @@ def parse_output_format(body: Json) -> Json:
     if not isinstance(value, dict) or value.get("type") != "json_schema":
         raise bad_request("'output_config.format' must have the type json_schema")
     return {"json_schema": encode_schema("schema", _read_object(value, "schema"))}
+
+
+def parse_effort(body: Json) -> str | None:
+    """How much the policy should think: `none` if thoughts are disabled."""
+    if read_object(body, "thinking").get("type") == "disabled":
+        return "none"
+    return read_text(read_object(body, "output_config"), "effort", default="") or None
 
 
 def _read_object(body: Json, name: str) -> Json:

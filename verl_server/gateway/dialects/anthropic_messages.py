@@ -4,13 +4,12 @@ What differs from Anthropic's own servers:
 
 - Thoughts of earlier turns (`thinking`, `redacted_thinking`) are dropped. The recorded tokens of a turn contain them.
   The thought of the last turn tells turns apart that say the same.
-  The signature of a thought is empty and is not checked. `thinking` and `output_config.effort` have no effect.
+  The signature of a thought is empty and is not checked. `thinking` of the type disabled is the effort `none`.
 - A `system` message between other messages becomes text of the user at its place (`normalize_messages`).
 - Tools without `input_schema` (`web_search_...`, `bash_...`, `mcp_servers`) are left out: the policy does not see them.
 - `is_error` of a result is not shown to the policy, unless the result is empty: it becomes the text `Error`.
 - Images are sent as base64. Images by URL or by file, PDFs and other blocks become short texts (`content.py`).
 - The policy cannot be forced to continue an assistant message at the end of the conversation.
-- `disable_parallel_tool_use` is honoured for a turn that must be a tool call (`any`, `tool`), and refused with `auto`.
 - `max_tokens` may be more than the context has left: then the turn ends earlier, with the reason `max_tokens`.
 """
 
@@ -24,6 +23,7 @@ import orjson
 from verl_server.gateway.conversation import AssistantTurn, TurnDelta, TurnRequest, normalize_messages
 from verl_server.gateway.dialects.anthropic_content import (
     parse_choice,
+    parse_effort,
     parse_messages,
     parse_output_format,
     parse_system,
@@ -41,6 +41,7 @@ from verl_server.gateway.dialects.fields import (
     read_number,
     read_objects,
     read_stop,
+    read_template_arguments,
     read_text,
     read_top_k,
     sampling_params,
@@ -91,6 +92,8 @@ class AnthropicDialect(Dialect):
             omitted_tools=omitted_tools,
             forced_tools=forced_tools,
             allows_parallel_calls=allows_parallel_calls,
+            template_arguments=read_template_arguments(body),
+            reasoning_effort=parse_effort(body),
             sampling_params=sampling_params(
                 max_new_tokens=read_count(body, "max_tokens"),
                 temperature=read_number(body, "temperature", 0, 100),

@@ -30,6 +30,7 @@ from verl_server.gateway.dialects.fields import (
     read_objects,
     read_seed,
     read_stop,
+    read_template_arguments,
     read_text,
     read_top_k,
     refuse,
@@ -67,6 +68,8 @@ class ChatDialect(Dialect):
             omitted_tools=omitted_tools,
             forced_tools=forced_tools,
             allows_parallel_calls=body.get("parallel_tool_calls") is not False,
+            template_arguments=read_template_arguments(body),
+            reasoning_effort=read_text(body, "reasoning_effort", default="") or None,
             sampling_params=sampling_params(
                 max_new_tokens=read_count(body, "max_completion_tokens", "max_tokens"),
                 temperature=read_number(body, "temperature", 0, 100),

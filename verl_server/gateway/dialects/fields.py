@@ -76,6 +76,13 @@ def read_object(body: Mapping[str, Any], name: str) -> Json:
     return value or {}
 
 
+def read_template_arguments(body: Mapping[str, Any]) -> Json:
+    """Variables of the chat template from the field `chat_template_kwargs`, as vLLM and SGLang call it."""
+    arguments = read_object(body, "chat_template_kwargs")
+    require_recordable("chat_template_kwargs", arguments)
+    return arguments
+
+
 def read_number(body: Mapping[str, Any], name: str, minimum: float, maximum: float) -> float | None:
     """A number, or None if the field is missing or null."""
     value = body.get(name)

@@ -1,9 +1,8 @@
 """OpenAI's `/v1/responses`, which Codex and OpenAI's Agents SDK use.
 
 `previous_response_id` and items of the type `item_reference` may name what the gateway has sent in the session. The
-`instructions` of an earlier request hold until a later request has others. The fields `store`, `reasoning`,
-`prompt_cache_key` and `client_metadata` are ignored, and so is `include`, except that log probabilities are refused.
-`parallel_tool_calls` has an effect on a turn that must be a tool call only.
+`instructions` of an earlier request hold until a later request has others. The fields `store`, `prompt_cache_key` and
+`client_metadata` are ignored, and so is `include`, except that log probabilities are refused.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from verl_server.gateway.dialects.fields import (
     read_number,
     read_object,
     read_objects,
+    read_template_arguments,
     read_text,
     refuse,
     sampling_params,
@@ -66,6 +66,8 @@ class ResponsesDialect(Dialect):
             omitted_tools=omitted_tools,
             forced_tools=forced_tools,
             allows_parallel_calls=body.get("parallel_tool_calls") is not False,
+            template_arguments=read_template_arguments(body),
+            reasoning_effort=read_text(read_object(body, "reasoning"), "effort", default="") or None,
             sampling_params=sampling_params(
                 max_new_tokens=read_count(body, "max_output_tokens"),
                 temperature=read_number(body, "temperature", 0, 100),
@@ -137,7 +139,7 @@ def _response(
         "output": list(output),
         "parallel_tool_calls": request.allows_parallel_calls,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": request.reasoning_effort, "summary": None},
         "store": False,
         "temperature": params.get("temperature"),
         "text": None if "json_schema" in params else {"format": {"type": "text"}},

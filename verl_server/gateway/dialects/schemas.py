@@ -7,6 +7,7 @@ with a vocabulary of 150,000 tokens.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import orjson
@@ -77,7 +78,61 @@ def encode_schema(name: str, schema: Any) -> str:
             f"{name!r} is too large: {MAX_COUNTED_OBJECTS} objects may have properties and minProperties or "
             "maxProperties"
         )
+    if (place := _without_end(schema)) is not None:
+        raise bad_request(f"{name!r} has a part that no JSON of finite length can have: {place!r:.200} needs itself")
     return encoded.decode()
+
+
+def _without_end(schema: Json) -> str | None:
+    """A reference of a schema that needs itself without end, as `{"$ref": "#"}` does. None if there is none.
+
+    A grammar of such a part has no text: the engine would find no token that it allows.
+    """
+    found = {ref for part in _parts(schema) if isinstance(ref := part.get("$ref"), str) and ref.startswith("#")}
+    pending = {ref: referenced(ref, schema) for ref in found}
+    while ended := [ref for ref, part in pending.items() if _ends(part, pending)]:
+        for ref in ended:
+            del pending[ref]
+    return min(pending, default=None)
+
+
+def _parts(value: Any) -> Iterator[Json]:
+    """All objects within a value."""
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _parts(item)
+
+
+def _ends(part: Any, pending: Collection[str]) -> bool:
+    """Whether a part of a schema has a value without the values of the references `pending`."""
+    if not isinstance(part, dict):
+        return True
+    if isinstance(ref := part.get("$ref"), str):
+        return ref not in pending
+    for name in ("anyOf", "oneOf"):
+        if isinstance(found := part.get(name), list) and found:
+            return any(_ends(item, pending) for item in found)
+    needed = list(part["allOf"]) if isinstance(part.get("allOf"), list) else []
+    properties, required = part.get("properties"), part.get("required")
+    if isinstance(properties, dict) and isinstance(required, list):
+        needed += [properties[name] for name in required if isinstance(name, str) and name in properties]
+    if isinstance(prefix := part.get("prefixItems"), list):
+        needed += prefix
+    if isinstance(part.get("minItems"), int) and part["minItems"] > 0:
+        needed.append(part.get("items"))
+    return all(_ends(item, pending) for item in needed)
+
+
+def referenced(reference: Any, root: Json) -> Any:
+    """The schema that a reference within the same document names. None if there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = root
+    for key in reference.removeprefix("#").strip("/").split("/"):
+        if key:
+            found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
 
 
 def _counts_properties(name: str, part: Json) -> bool:

@@ -42,6 +42,7 @@ class NewSession(AdminBody):
     metadata: dict[str, Any] = {}
     limits: dict[str, Any] = {}
     sampling_params: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = {}
     expires_in_s: float | None = pydantic.Field(default=None, gt=0)
 
 

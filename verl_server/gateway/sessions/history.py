@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 Key = bytes
 ReadTurn = Callable[[Node, TurnRequest, int, Json], AssistantTurn]
 """Reads a recorded turn for a request, see `read_turn`."""
+TEMPLATE_ARGUMENTS = "template_arguments"
+"""Key of the variables of the chat template in the recorded message of a first prompt, if there are any."""
 
 
 def tools_digest(tools: Sequence[Json]) -> str:
@@ -36,13 +38,19 @@ def tools_digest(tools: Sequence[Json]) -> str:
     return hashlib.blake2b(as_json(list(tools)), digest_size=16).hexdigest()
 
 
+def prompt_digest(tools: Sequence[Json], template_arguments: Json) -> str:
+    """What the keys of a conversation begin with: all that its first prompt depends on besides the messages."""
+    digest = tools_digest(tools)
+    return f"{digest} {as_json(template_arguments).decode()}" if template_arguments else digest
+
+
 def conversation_keys(
     digest: str, messages: Sequence[Message], start: Key | None = None, before: Sequence[Message] = ()
 ) -> list[Key]:
     """The keys of the conversations that end with each of the messages, which are normalized (`normalize_messages`).
 
-    `digest`: that of the tools (`tools_digest`). `start`: key of the conversation that the messages continue. `before`:
-    the messages of this conversation, of which the last turn may have calls whose results follow.
+    `digest`: that of the prompt (`prompt_digest`). `start`: key of the conversation that the messages continue.
+    `before`: the messages of this conversation, of which the last turn may have calls whose results follow.
     """
     keys = list[Key]()
     key = digest.encode() if start is None else start
@@ -191,12 +199,15 @@ class History:
         `turn_message`: the message of a turn as agents repeat it, for the turn's node and the tools of its prompt.
         """
         keys, tools, turns = dict[int, Key](), dict[int, Sequence[Json]](), dict[int, Sequence[Message]]()
+        arguments = dict[int, Json]()
         for node in graph.nodes:
             message, start = node.message or {}, None
             if node.parent is None:
                 tools[node.id], before = message.get("tools", ()), list[Message]()
+                arguments[node.id] = message.get(TEMPLATE_ARGUMENTS, {})
             else:
                 tools[node.id], before, start = tools[node.parent], list(turns[node.parent]), keys[node.parent]
+                arguments[node.id] = arguments[node.parent]
             try:
                 if node.sampled:
                     messages: Sequence[Message] = [turn_message(node, tools[node.id])]
@@ -207,7 +218,8 @@ class History:
                 messages = ()  # no client has received the turn
             turns[node.id] = last_turn(messages) or before
             if messages:
-                keys[node.id] = conversation_keys(tools_digest(tools[node.id]), messages, start, before)[-1]
+                digest = prompt_digest(tools[node.id], arguments[node.id])
+                keys[node.id] = conversation_keys(digest, messages, start, before)[-1]
             else:
                 keys[node.id] = raw_prompt_key(graph.token_ids(node.id))
             self.add(keys[node.id], node.id)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import orjson
 
-from verl_server.gateway.sessions.history import Key, conversation_keys, tools_digest
-from verl_server.trajectory.rendering.messages import Message
+from verl_server.gateway.sessions.history import Key, conversation_keys, prompt_digest
+from verl_server.trajectory.rendering.messages import Message, as_json
 from verl_server.types import Json
 
 MAX_CONVERSATIONS = 4
@@ -23,15 +23,19 @@ MAX_CONVERSATIONS = 4
 @dataclass(frozen=True)
 class _Conversation:
     tools: Sequence[Json]
+    template_arguments: bytes
+    """Variables of the chat template as JSON."""
     digest: str
-    """Digest of the tools."""
+    """Digest of both."""
     messages: Sequence[Message]
     calls: Sequence[bytes]
     """Tool calls of each message as JSON: for Python, 1 and True are equal."""
     keys: Sequence[Key]
 
-    def has_tools(self, tools: Sequence[Json]) -> bool:
-        """Whether these are the same objects. `KnownItems` gives them to each request that repeats them."""
+    def is_for(self, tools: Sequence[Json], template_arguments: bytes) -> bool:
+        """Whether these are the same tools, as objects: `KnownItems` gives them to each request that repeats them."""
+        if template_arguments != self.template_arguments:
+            return False
         return len(tools) == len(self.tools) and all(map(operator.is_, tools, self.tools))
 
     def num_common(self, digest: str, messages: Sequence[Message]) -> int:
@@ -53,10 +57,13 @@ class KeyMemo:
         self._latest: tuple[_Conversation, ...] = ()
         """The latest first."""
 
-    def keys_of(self, tools: Sequence[Json], messages: Sequence[Message]) -> list[Key]:
-        """`conversation_keys` of a conversation with these tools."""
-        latest = self._latest
-        digest = next((known.digest for known in latest if known.has_tools(tools)), None) or tools_digest(tools)
+    def keys_of(
+        self, tools: Sequence[Json], messages: Sequence[Message], template_arguments: Json | None = None
+    ) -> list[Key]:
+        """`conversation_keys` of a conversation with these tools and variables of the chat template."""
+        latest, arguments = self._latest, as_json(template_arguments or {})
+        known_digest = next((known.digest for known in latest if known.is_for(tools, arguments)), None)
+        digest = known_digest or prompt_digest(tools, template_arguments or {})
         counts = [known.num_common(digest, messages) for known in latest]
         count = max(counts, default=0)
         keys, calls = list[Key](), list[bytes]()
@@ -65,7 +72,7 @@ class KeyMemo:
             keys, calls = list(known.keys[:count]), list(known.calls[:count])
         new = messages[count:]
         keys += conversation_keys(digest, new, keys[-1] if keys else None, messages[:count])
-        conversation = _Conversation(tools, digest, messages, [*calls, *map(_encoded_calls, new)], keys)
+        conversation = _Conversation(tools, arguments, digest, messages, [*calls, *map(_encoded_calls, new)], keys)
         others = [known for known, common in zip(latest, counts, strict=True) if common < len(known.messages)]
         self._latest = (conversation, *others[: MAX_CONVERSATIONS - 1])
         return keys

@@ -68,7 +68,7 @@ def _require_readable(renderer: ChatRenderer, token_ids: Sequence[int]) -> None:
 
 
 def unsplit_turn(
-    renderer: ChatRenderer, token_ids: Sequence[int], *_: object, stop_sequence: str | None = None
+    renderer: ChatRenderer, token_ids: Sequence[int], *_: object, stop_sequence: str | None = None, **__: object
 ) -> TurnParts:
     """The turn after a raw prompt: thoughts and tool calls stay in the text. Takes the arguments of `split_turn`."""
     return TurnParts(until_stop(decode_turn(renderer, token_ids), stop_sequence), "", ())

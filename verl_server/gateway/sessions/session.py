@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections import Counter
@@ -23,14 +24,30 @@ from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.conversation_labels import RootForkReasons
 from verl_server.gateway.sessions.generation import Client, Generation
-from verl_server.gateway.sessions.history import History, Key, conversation_keys, next_branch, tools_digest
+from verl_server.gateway.sessions.history import (
+    TEMPLATE_ARGUMENTS,
+    History,
+    Key,
+    conversation_keys,
+    next_branch,
+    tools_digest,
+)
 from verl_server.gateway.sessions.key_memo import KeyMemo
 from verl_server.gateway.sessions.length_check import is_certainly_longer
 from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt
 from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.sessions.turn_details import OMITTED, REFUSED, Prompt, read_turn, record_turn, reply_id_of
+from verl_server.gateway.sessions.turn_details import (
+    OMITTED,
+    REFUSED,
+    Prompt,
+    ignored_wishes,
+    read_turn,
+    record_turn,
+    reply_id_of,
+    request_of,
+)
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
-from verl_server.gateway.turn_text.forced_calls import turn_params
+from verl_server.gateway.turn_text.grammar import turn_params
 from verl_server.gateway.turn_text.sampled_calls import SampledCalls
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
@@ -44,9 +61,18 @@ class Session:
     """One run of an agent program. Use it in one event loop."""
 
     def __init__(
-        self, state: EpisodeState, sampling: Json, record: ObservedRecorder | None, slots: Slots | None = None
+        self,
+        state: EpisodeState,
+        sampling: Json,
+        record: ObservedRecorder | None,
+        slots: Slots | None = None,
+        *,
+        template_defaults: Json | None = None,
+        template_arguments: Json | None = None,
     ) -> None:
         """`sampling`: SGLang's sampling parameters of every turn, which replace those of the agent.
+        `template_arguments`: variables of the chat template, which replace those of the agent. `template_defaults`:
+        variables that the agent may replace.
 
         `record`: what `state` records in, with the conversations of an earlier process. None for the session of an
         episode, which closes its record itself, and whose earlier conversations are not continued. `slots`: requests
@@ -54,6 +80,7 @@ class Session:
         """
         self.record, self.graph, self._state = record, state.graph, state
         self.id, self._renderer, self._sampling = self.graph.session_id, state.renderer, sampling
+        self._template_defaults, self._template_arguments = template_defaults or {}, template_arguments or {}
         self.reached_limit: str | None = None
         """Name of the limit for which a request was refused, except `max_context_tokens`."""
         self._history, self._key_memo, self._calls, self.slots = History(), KeyMemo(), SampledCalls(), slots or Slots()
@@ -111,10 +138,24 @@ class Session:
             return generation
 
     async def _start(self, request: TurnRequest, fingerprint: bytes) -> Generation:
+        request = self._with_template_arguments(request)
         try:
             return self._begin(await self._append_prompt(request, fingerprint))
         except EpisodeStopped as stopped:
             raise self._limit_error(stopped.stop_reason) from None
+
+    def _with_template_arguments(self, request: TurnRequest) -> TurnRequest:
+        """The request with all variables of the chat template. Its effort is None if it has become one of them."""
+        effort = request.reasoning_effort
+        wished: Json = {}
+        if effort is not None and self._renderer.has_template_argument("reasoning_effort"):
+            wished["reasoning_effort"] = effort
+        elif effort == "none" and self._renderer.has_template_argument("enable_thinking"):
+            wished["enable_thinking"] = False
+        arguments = self._template_defaults | wished | request.template_arguments | self._template_arguments
+        return dataclasses.replace(
+            request, template_arguments=arguments, reasoning_effort=None if wished else request.reasoning_effort
+        )
 
     def _begin(self, prompt: Prompt) -> Generation:
         assert prompt.cursor.leaf is not None
@@ -143,22 +184,27 @@ class Session:
                 self._reply_nodes |= {f"{self.id}-{node.id}": node.id, reply_id_of(node) or "-": node.id}
         self._num_known_replies = len(self.graph.nodes)
         found = self._calls.nodes.get(issued_id, self._reply_nodes.get(issued_id))
-        return None if found is None else self._as_turn(self.graph.node(found), self._request_with_tools(found), 0, {})
+        if found is None:
+            return None
+        node = self.graph.node(found)
+        return self._as_turn(node, request_of(node, self._tools_of(found)), 0, {})
 
     def conversation_to(self, turn: AssistantTurn) -> list[Message]:
         """The messages from the beginning of a conversation to a turn."""
-        tools, messages = self._request_with_tools(turn.node).tools, list[Message]()
+        tools, messages = self._tools_of(turn.node), list[Message]()
         for node in self.graph.path(turn.node):
             found = (node.message or {}).get("messages", ())
             messages += [self._message_of(node, tools)] if node.sampled else found
         return messages
 
-    def _request_with_tools(self, node: int) -> TurnRequest:
-        """A request with the tools of the conversation of a node."""
-        return TurnRequest("", (), (self.graph.path(node)[0].message or {}).get("tools", ()))
+    def _tools_of(self, node: int) -> Sequence[Json]:
+        """The tools of the conversation of a node."""
+        tools: Sequence[Json] = (self.graph.path(node)[0].message or {}).get("tools", ())
+        return tools
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt that `start_turn` would give to the engine, also of a prompt without room."""
+        request = self._with_template_arguments(request)
         cursor, messages = self._find_path(request, await self._keys(request))
         num_tokens = self._num_tokens(cursor)
         if messages:
@@ -240,7 +286,9 @@ class Session:
             self._require_open()
             self._state.has_images |= have_images(messages, self._renderer)
             content: Json = {"messages": [dict(message) for message in messages]}
-            content |= {"tools": list(request.tools)} if is_root else {}
+            if is_root:
+                content["tools"] = list(request.tools)
+                content |= {TEMPLATE_ARGUMENTS: request.template_arguments} if request.template_arguments else {}
             remaining, limit = self._state.remaining_tokens(cursor.leaf)
             if is_limited and len(token_ids) >= remaining:
                 raise self._refuse(cursor.leaf, limit, self._num_tokens(cursor) + len(token_ids))
@@ -276,9 +324,10 @@ class Session:
             have_images(messages, self._renderer)  # refuses images that the model cannot see, before they are decoded
             shown, tools = read_images(messages, self._renderer), list(request.tools) or None
             sampled = self._calls.as_sampled(before, shown)  # not recorded: agents have the ids of the gateway
+            renderer = self._renderer.with_arguments(request.template_arguments)
             if node is None:
-                return shown, self._renderer.render_prompt(sampled, tools)
-            return shown, self._renderer.render_next_turn(sampled, node.token_ids, preceding, tools)
+                return shown, renderer.render_prompt(sampled, tools)
+            return shown, renderer.render_next_turn(sampled, node.token_ids, preceding, tools)
 
         return await run_aside(is_short_prompt(messages, request.num_bytes if node is None else None), render)
 
@@ -295,7 +344,7 @@ class Session:
             try:
                 on_tokens = progress.add if request.stream else None
                 reply = await state.run_request(cursor.request_turn(params, on_tokens))
-                node = record_turn(prompt, reply, started_at)
+                node = record_turn(prompt, reply, started_at, ignored_wishes(request, params))
                 progress.node_id = node.id
             finally:
                 if node is None:
@@ -311,11 +360,11 @@ class Session:
 
     def _message_of(self, node: Node, tools: Sequence[Json]) -> Message:
         """The message of a recorded turn, as agents repeat it."""
-        return message_of(self._as_turn(node, TurnRequest("", (), tools), 0, {}))
+        return message_of(self._as_turn(node, request_of(node, tools), 0, {}))
 
     async def _keys(self, request: TurnRequest) -> list[Key]:
-        tools, messages = request.tools, request.messages
-        return await run_aside(is_short_body(request.num_bytes), self._key_memo.keys_of, tools, messages)
+        is_short, arguments = is_short_body(request.num_bytes), request.template_arguments
+        return await run_aside(is_short, self._key_memo.keys_of, request.tools, request.messages, arguments)
 
     def _refuse(self, leaf: int | None, limit: str, num_tokens: int | None) -> GatewayError:
         """The error for a prompt that does not fit. The record gets a note: an agent may shorten its history then."""

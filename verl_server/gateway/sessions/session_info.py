@@ -47,6 +47,8 @@ class SessionInfo:
     """Fields of `RolloutLimits` that replace those of the gateway."""
     sampling_params: Json = field(default_factory=dict)
     """SGLang's sampling parameters of every turn, which replace those of the agent."""
+    chat_template_kwargs: Json = field(default_factory=dict)
+    """Variables of the chat template of every turn, which replace those of the agent."""
     ended_at: float | None = None
     """Seconds since 1970 at which the session was ended. None while it accepts requests."""
     stop_reason: str | None = None
@@ -58,7 +60,7 @@ class SessionInfo:
     def has_settings_of(self, other: SessionInfo) -> bool:
         """Whether both were created with the same id, key and settings."""
         created = ("id", "key_digest", "created_at", "expires_at", "metadata", "limits", "sampling_params")
-        return all(getattr(self, name) == getattr(other, name) for name in created)
+        return all(getattr(self, name) == getattr(other, name) for name in (*created, "chat_template_kwargs"))
 
     @property
     def has_expired(self) -> bool:
@@ -87,6 +89,7 @@ def new_info(
     metadata: Mapping[str, Any] | None,
     limits: Mapping[str, Any] | None,
     sampling_params: Mapping[str, Any] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
 ) -> SessionInfo:
     """A session with these settings. Raises BadInputError for values that are not allowed."""
     return SessionInfo(
@@ -97,6 +100,7 @@ def new_info(
         as_json("metadata", metadata),
         as_json("limits", limits),
         as_json("sampling_params", require_sampling_params(sampling_params or {})),
+        as_json("chat_template_kwargs", chat_template_kwargs),
     )
 
 

@@ -50,7 +50,7 @@ class SessionStore:
     def __init__(
         self,
         run_dir: Path,
-        open_session: Callable[[ObservedRecorder, RolloutLimits, Json], Session],
+        open_session: Callable[[ObservedRecorder, RolloutLimits, SessionInfo], Session],
         limits: RolloutLimits,
         expiry_s: float | None = None,
         admin_key: str | None = None,
@@ -83,6 +83,7 @@ class SessionStore:
         metadata: Mapping[str, Any] | None = None,
         limits: Mapping[str, Any] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         expires_in_s: float | None = None,
         can_expire: bool = True,
     ) -> tuple[SessionInfo, str]:
@@ -101,7 +102,7 @@ class SessionStore:
         has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
         expiry_s = (self._expiry_s if expires_in_s is None else expires_in_s) if can_expire else None
         created_at = time.time() if existing is None else existing.created_at
-        info = new_info(session_id, key, created_at, expiry_s, metadata, limits, sampling_params)
+        info = new_info(session_id, key, created_at, expiry_s, metadata, limits, sampling_params, chat_template_kwargs)
         if existing is not None and existing.has_settings_of(info):
             return existing, key
         if existing is not None or has_record:
@@ -162,7 +163,7 @@ class SessionStore:
             recorder = ObservedRecorder(self._run_dir, session_id, self._files)
             try:
                 limits = remaining_limits(limits_of(info, self._limits), info.created_at)
-                session = self._open_session(recorder, limits, info.sampling_params)
+                session = self._open_session(recorder, limits, info)
             except BaseException:
                 recorder.close()  # the engine is not there yet, for example
                 raise

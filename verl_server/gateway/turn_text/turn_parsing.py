@@ -45,9 +45,11 @@ def split_turn(
     turn_id: str,
     *,
     stop_sequence: str | None = None,
+    allows_calls: bool = True,
 ) -> TurnParts:
     """The parts of a turn. `preceding_ids`: token ids before the turn. `turn_id`: what the ids of calls depend on.
-    `stop_sequence`: the stop sequence that ended the turn, which belongs to no part.
+    `stop_sequence`: the stop sequence that ended the turn, which belongs to no part. `allows_calls`: whether the
+    request allows calls. Otherwise a call is text.
 
     The generic renderer, and the families of models that are split by their text, have thoughts between `<think>` and
     `</think>` at the beginning of the turn. The prompt may have opened the thought. The generic renderer reads tool
@@ -60,8 +62,10 @@ def split_turn(
     is_open = opens_thought(renderer, preceding_ids)
     reasoning, text = split_thought(raw, is_open=is_open)
     calls = [] if parsed is None else parsed.tool_calls
-    uses = as_tool_uses(calls, turn_id)
-    if reads_hermes_calls(renderer):  # a family looks for the tokens of the marks only, also in the arguments of a call
+    uses = as_tool_uses(calls, turn_id) if allows_calls else []
+    if allows_calls and reads_hermes_calls(
+        renderer
+    ):  # a family looks for the tokens of the marks only, also in the arguments of a call
         found = _parse_calls(raw, is_open=is_open)
         if len(uses) < max(len(calls), len(found)):
             calls, uses = found, as_tool_uses(found, turn_id)
@@ -86,6 +90,13 @@ def is_split_by_text(renderer: ChatRenderer) -> bool:
 def reads_hermes_calls(renderer: ChatRenderer) -> bool:
     """Whether a turn may have tool calls in the format of Hermes."""
     return not isinstance(renderer, FamilyRenderer) or renderer.family in HERMES_FAMILIES
+
+
+def writes_thoughts(renderer: ChatRenderer) -> bool:
+    """Whether the model family, or the model for which the chat template was written, may begin turns with thoughts."""
+    if isinstance(renderer, FamilyRenderer):
+        return renderer.family in SPLIT_FAMILIES
+    return THOUGHT_START in str(renderer.tokenizer.chat_template)
 
 
 def is_text_stripped(renderer: ChatRenderer) -> bool:

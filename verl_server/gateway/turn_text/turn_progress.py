@@ -28,6 +28,7 @@ class TurnProgress:
         self.renderer = renderer
         # The request itself is not kept: it has the whole conversation, and a session remembers hundreds of turns.
         self.has_logprobs, self._is_raw = request.logprobs, request.raw_prompt is not None
+        self._allows_calls = request.allows_calls
         self._preceding_ids = preceding_ids
         stop: Any = sampling_params.get("stop") or ()
         self._stop = [stop] if isinstance(stop, str) else list(stop)
@@ -67,7 +68,9 @@ class TurnProgress:
 
     def new_splitter(self) -> TurnSplitter:
         """Splits the turn for one stream."""
-        return TurnSplitter(self.renderer, self._preceding_ids, self._stop, is_raw=self._is_raw)
+        return TurnSplitter(
+            self.renderer, self._preceding_ids, self._stop, is_raw=self._is_raw, allows_calls=self._allows_calls
+        )
 
 
 class TurnDeltas:

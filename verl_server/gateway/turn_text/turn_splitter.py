@@ -42,12 +42,20 @@ class TurnSplitter:
     """
 
     def __init__(
-        self, renderer: ChatRenderer, preceding_ids: Sequence[int], stop: Sequence[str], *, is_raw: bool = False
+        self,
+        renderer: ChatRenderer,
+        preceding_ids: Sequence[int],
+        stop: Sequence[str],
+        *,
+        is_raw: bool = False,
+        allows_calls: bool = True,
     ) -> None:
-        """`preceding_ids`: token ids before the turn. `stop`: stop sequences of the request."""
+        """`preceding_ids`: token ids before the turn. `stop`: stop sequences of the request. `allows_calls`: whether
+        the request allows calls. Otherwise a call is text.
+        """
         self._decoder = TokenDecoder(renderer)
         self._stop = tuple(stop)
-        self._text_marks = () if is_raw else (CALL_START,)
+        self._text_marks = (CALL_START,) if allows_calls and not is_raw else ()
         self._is_open = not is_raw and opens_thought(renderer, preceding_ids)
         self._thought = _WithoutSpace(None)
         self._text = _WithoutSpace(None if not is_raw and is_text_stripped(renderer) else "")

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError
@@ -51,6 +52,8 @@ from verl_server.types import Json
 
 MAX_CHECKED_TOOLS = 64
 """Maximum number of remembered lists of tools. All are forgotten when there are more."""
+MAX_VARIANTS = 16
+"""Maximum number of remembered renderers with other template arguments. All are forgotten when there are more."""
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of templates that the renderer sets."""
 
@@ -76,10 +79,11 @@ class ChatRenderer:
         self._prompts = PromptCache()
         self._checked_tools: set[bytes] = set()
         """Lists of tools with which the template was checked, as JSON."""
+        self._variants: dict[bytes, ChatRenderer] = {}
         if not getattr(tokenizer, "chat_template", None):
             raise UnsupportedError("this tokenizer has no chat template; set tokenizer.chat_template")
         for name in template_arguments:
-            if name in RESERVED_VARIABLES or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            if not self.has_template_argument(name):
                 raise BadInputError(f"the chat template has no variable {name!r} that can be set")
         self._check_template(())
 
@@ -116,6 +120,27 @@ class ChatRenderer:
     def template_arguments(self) -> Json:
         """The variables of the template that were given."""
         return dict(self._template_arguments)
+
+    def has_template_argument(self, name: str) -> bool:
+        """Whether the template, or the model family, has a variable of this name that can be set."""
+        reserved = (*RESERVED_VARIABLES, *inspect.signature(self._tokenizer.apply_chat_template).parameters)
+        found = re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template))
+        return name not in reserved and found is not None
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> ChatRenderer:
+        """The renderer with other template arguments beside its own. Raises the errors of its constructor."""
+        if not arguments:
+            return self
+        key = as_json(dict(arguments))
+        if (variant := self._variants.get(key)) is None:
+            variant = self._construct({**self._template_arguments, **arguments})
+            if len(self._variants) >= MAX_VARIANTS:
+                self._variants.clear()
+            self._variants[key] = variant
+        return variant
+
+    def _construct(self, arguments: Json) -> ChatRenderer:
+        return type(self)(self._tokenizer, **arguments)
 
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -141,7 +141,9 @@ class FamilyRenderer(ChatRenderer):
             config = _family_config(family)
         except Exception as error:
             raise UnsupportedError(f"this tokenizer is not of the family {family!r}: {error}") from error
-        config = _with_arguments(config, family, template_arguments)
+        self._argument_names = frozenset(type(config).model_fields) - {"name", "thinking_retention", "image_cache_max"}
+        self._variants: dict[bytes, ChatRenderer] = {}
+        config = self._with_arguments(config)
         try:
             self._family: Any = create_renderer(tokenizer, config)
             self._marking_tokenizer = _MarkingTokenizer(tokenizer)
@@ -149,6 +151,22 @@ class FamilyRenderer(ChatRenderer):
             """Renders messages with marks, see `foreign_text`."""
         except Exception as error:
             raise UnsupportedError(f"this tokenizer is not of the family {family!r}: {error}") from error
+
+    def has_template_argument(self, name: str) -> bool:
+        return name in self._argument_names
+
+    def _construct(self, arguments: Json) -> ChatRenderer:
+        return type(self)(self._tokenizer, self.family, **arguments)
+
+    def _with_arguments(self, config: Any) -> Any:
+        """The family's configuration with the template arguments. Raises BadInputError for those it does not have."""
+        given, known = self._template_arguments, sorted(self._argument_names)
+        if unknown := [name for name in given if name not in known]:
+            raise BadInputError(f"the family {self.family!r} has no template argument {unknown[0]!r}; it has {known}")
+        try:
+            return type(config)(**{**config.model_dump(exclude_unset=True), **given}) if given else config
+        except pydantic.ValidationError as error:
+            raise BadInputError(f"the family {self.family!r} refuses the template arguments: {error}") from error
 
     @property
     def identity(self) -> Json:
@@ -271,19 +289,6 @@ def _family_config(family: str) -> Any:
         return type(config)(thinking_retention="all")
     except (pydantic.ValidationError, NotImplementedError):
         return config
-
-
-def _with_arguments(config: Any, family: str, template_arguments: Mapping[str, Any]) -> Any:
-    """A family's configuration with other values. Raises BadInputError for a value that it does not have."""
-    if not template_arguments:
-        return config
-    known = sorted(set(type(config).model_fields) - {"name", "thinking_retention", "image_cache_max"})
-    if unknown := [name for name in template_arguments if name not in known]:
-        raise BadInputError(f"the family {family!r} has no template argument {unknown[0]!r}; it has {known}")
-    try:
-        return type(config)(**{**config.model_dump(exclude_unset=True), **template_arguments})
-    except pydantic.ValidationError as error:
-        raise BadInputError(f"the family {family!r} refuses the template arguments: {error}") from error
 
 
 def _as_dicts(messages: Sequence[Message]) -> list[Json]:

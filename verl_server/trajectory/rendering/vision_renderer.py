@@ -67,6 +67,9 @@ class VisionRenderer(ChatRenderer):
         if placeholders != 1:
             raise UnsupportedError(f"the chat template writes {placeholders} placeholders for one image, not 1")
 
+    def _construct(self, arguments: Json) -> ChatRenderer:
+        return type(self)(self._processor, **arguments)
+
     @property
     def identity(self) -> Json:
         return super().identity | {"image_processor": self._processor.image_processor.to_dict()}

@@ -1,4 +1,7 @@
-"""Turns that must be tool calls: a grammar, with which the server lets the policy write nothing else.
+"""The grammar of a turn: what the server lets the policy write, for forced tool calls and for structured output.
+
+A grammar never takes away what the request allows: the rest of a thought that the prompt has opened, a thought where
+the model writes thoughts, and calls where the request has tools.
 
 The schemas of tools come from strangers. `_Schemas` keeps what every grammar backend compiles: types, properties,
 required properties, whether there may be other properties, items, enumerations and alternatives. A constraint that is
@@ -13,14 +16,17 @@ from typing import Any
 
 import orjson
 
-from verl_server.agent.tools.parsing import opens_thought
+from verl_server.agent.tools.parsing import closes_thought, opens_thought
 from verl_server.gateway.conversation import TurnRequest
+from verl_server.gateway.dialects.schemas import referenced
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.turn_text.turn_parsing import (
     CALL_END,
     CALL_START,
     THOUGHT_END,
+    THOUGHT_START,
     reads_hermes_calls,
+    writes_thoughts,
 )
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
@@ -43,28 +49,47 @@ MAX_SPACES = 1
 def turn_params(renderer: ChatRenderer, request: TurnRequest, preceding_ids: Sequence[int], session: Json) -> Json:
     """The sampling parameters of a turn. Those of the session replace those of the request.
 
-    `preceding_ids`: token ids before the turn. Raises GatewayError (400) for a turn that must be a tool call, if the
-    calls of the model family have another format than that of Hermes.
+    A grammar of the session is that of the whole turn, also of its thought. `preceding_ids`: token ids before the turn.
+    Raises GatewayError (400) if the turn needs a grammar of tool calls, and the calls of the model family have another
+    format than that of Hermes.
     """
-    params = dict(request.sampling_params)
-    if request.forced_tools and not any(session.get(name) for name in GRAMMARS):
-        if not reads_hermes_calls(renderer):
-            raise GatewayError(
-                ErrorKind.INVALID_REQUEST,
-                "'tool_choice' cannot force a call: the tool calls of this family of models have a format without a "
-                "grammar. Use auto, or start the gateway with renderer=ChatRenderer(tokenizer)",
-            )
-        params = {name: value for name, value in params.items() if name not in GRAMMARS}
-        format_of_turn = _format_of_turn(request, is_thought_open=opens_thought(renderer, preceding_ids))
-        params["structural_tag"] = orjson.dumps({"type": "structural_tag", "format": format_of_turn}).decode()
-    return params | session
+    if any(session.get(name) for name in GRAMMARS):
+        return {name: value for name, value in request.sampling_params.items() if name not in GRAMMARS} | session
+    params = request.sampling_params | session
+    schema = params.get("json_schema")
+    needs_calls = request.allows_calls and bool(request.forced_tools or schema)
+    if not needs_calls and not schema:
+        return params
+    answers = [_format_of_calls(renderer, request)] if needs_calls else []
+    if schema and not request.forced_tools:
+        answers.append({"type": "json_schema", "json_schema": orjson.loads(schema)})
+    thought = None if request.raw_prompt is not None else _format_of_thought(renderer, preceding_ids)
+    if thought is None and not needs_calls:
+        return params  # not every grammar backend has structural tags
+    answer = answers[0] if len(answers) == 1 else {"type": "or", "elements": answers}
+    tag = {"type": "structural_tag", "format": answer if thought is None else _sequence(thought, answer)}
+    params = {name: value for name, value in params.items() if name not in GRAMMARS}
+    return {**params, "structural_tag": orjson.dumps(tag).decode()}
 
 
-def _format_of_turn(request: TurnRequest, *, is_thought_open: bool) -> Json:
-    """The structural tag of xgrammar: the rest of the thought, if the prompt has opened a thought, and the calls."""
-    forced, schemas = set(request.forced_tools or ()), _Schemas()
-    functions = [tool["function"] for tool in request.tools if tool["function"]["name"] in forced]
-    calls: Json = {
+def has_grammar_of_calls(request: TurnRequest, params: Json) -> bool:
+    """Whether the grammar of a turn limits its calls. `params`: what `turn_params` has returned."""
+    return request.allows_calls and CALL_START in str(params.get("structural_tag"))
+
+
+def _format_of_calls(renderer: ChatRenderer, request: TurnRequest) -> Json:
+    """One or more calls of the tools of which the turn must call one, or of all tools."""
+    if not reads_hermes_calls(renderer):
+        cause = "'tool_choice' cannot force a call" if request.forced_tools else "structured output cannot have tools"
+        cure = "Use auto" if request.forced_tools else "Leave out the format or the tools"
+        raise GatewayError(
+            ErrorKind.INVALID_REQUEST,
+            f"{cause}: the tool calls of this family of models have a format without a grammar. {cure}, or start the "
+            "gateway with renderer=ChatRenderer(tokenizer)",
+        )
+    schemas = _Schemas()
+    functions = [tool["function"] for tool in request.tools]
+    return {
         "type": "tags_with_separator",
         "tags": [
             {
@@ -78,15 +103,33 @@ def _format_of_turn(request: TurnRequest, *, is_thought_open: bool) -> Json:
                 "end": f"}}\n{CALL_END}",
             }
             for function in functions
+            if not request.forced_tools or function["name"] in request.forced_tools
         ],
         "separator": "\n",
         "at_least_one": True,
         "stop_after_first": not request.allows_parallel_calls,
     }
-    if not is_thought_open:
-        return calls
-    thought = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THOUGHT_END}
-    return {"type": "sequence", "elements": [thought, {"type": "const_string", "value": "\n\n"}, calls]}
+
+
+def _format_of_thought(renderer: ChatRenderer, preceding_ids: Sequence[int]) -> Json | None:
+    """The thought before the answer: the rest of one that the prompt has opened, or one that the policy may write.
+
+    None if there is none: the prompt has a whole thought already (`enable_thinking=False`), or the model writes none.
+    """
+    if opens_thought(renderer, preceding_ids):
+        return _thought("")
+    if closes_thought(renderer, preceding_ids) or not writes_thoughts(renderer):
+        return None
+    return {"type": "optional", "content": _thought(THOUGHT_START)}
+
+
+def _thought(begin: str) -> Json:
+    thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": THOUGHT_END}
+    return _sequence(thought, {"type": "const_string", "value": "\n\n"})
+
+
+def _sequence(*formats: Json) -> Json:
+    return {"type": "sequence", "elements": list(formats)}
 
 
 class _Schemas:
@@ -106,7 +149,7 @@ class _Schemas:
         if not isinstance(schema, dict) or levels == 0 or self._num_left < 0:
             return {}
         if "$ref" in schema:
-            return self._relax(_referenced(schema["$ref"], root), root, levels - 1)
+            return self._relax(referenced(schema["$ref"], root), root, levels - 1)
         if "const" in schema:
             return {"const": schema["const"]} if self._has_room_for(schema["const"]) else {}
         values, alternatives = schema.get("enum"), schema.get("anyOf") or schema.get("oneOf")
@@ -155,14 +198,3 @@ class _Schemas:
         if others is False and not schema.get("patternProperties"):
             return False
         return self._relax(others, root, levels - 1) or True
-
-
-def _referenced(reference: Any, root: Json) -> Any:
-    """The schema that a reference within the same document names. None if there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found: Any = root
-    for key in reference.removeprefix("#").strip("/").split("/"):
-        if key:
-            found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
