@@ -203,6 +203,35 @@ def test_limits_of_memory_processes_and_files() -> None:
     run_in_sandbox(body, limits)
 
 
+BOMB = """
+import os, time
+left, fill = os.pipe()
+os.set_blocking(left, False)
+os.write(fill, b"x" * 400)
+try:
+    while os.read(left, 1):
+        if os.fork() == 0:
+            os.setsid()
+except BlockingIOError:
+    time.sleep(10)
+"""
+"""A fork bomb that ends by itself: it forks 400 times, and its processes end after 10 seconds."""
+
+
+def test_a_fork_bomb_is_killed_at_once() -> None:
+    """Its processes fork while they are killed, so a list of them is always old."""
+
+    async def body(box: LocalSandbox) -> Any:
+        result = await box.run([sys.executable, "-c", BOMB], timeout_s=30.0)
+        left = await box.run("sleep 0.5; ls /proc | grep -c '^[0-9]'")
+        return result.exceeded, left, "processes" in box.confined
+
+    exceeded, left, has_namespace = run_in_sandbox(body, SandboxLimits(max_processes=20))
+    assert exceeded == "processes"
+    if has_namespace:
+        assert (left.exceeded, int(left.stdout) < 10) == (None, True), left
+
+
 def test_of_a_long_output_the_middle_is_left_out() -> None:
     async def body(box: LocalSandbox) -> None:
         text = (await box.run("seq 1000000; echo end")).stdout

@@ -28,6 +28,8 @@ from verl_server.agent.sandboxes.process_usage import ProcessUsage, read_usage
 CHUNK_BYTES = 1 << 18
 CHECK_INTERVAL_S = 0.05
 """Seconds between two looks at the processes, while there are any."""
+MAX_DEATH_S = 1.0
+"""Maximum seconds to wait until processes that were killed have ended."""
 DATA_FACTOR = 4
 MAX_DESCRIPTORS = 1 << 16
 RESERVED_DESCRIPTORS = 24
@@ -225,12 +227,16 @@ class CommandServer:
     # -- limits ---------------------------------------------------------------------------------------
 
     def _enforce_limits(self) -> None:
-        usages, now = read_usage(list_other_processes()), time.monotonic()
+        running, now = list_other_processes(), time.monotonic()
+        if len(running) > 2 * self._limits["max_processes"]:  # at once: thousands take long to read
+            self._kill_all(running, "processes")
+            return
+        usages = read_usage(running)
         self._kill_sessions(usages)
         if sum(usage.memory_bytes for usage in usages) > self._limits["memory_bytes"]:
-            self._kill_all(usages, "memory")
+            self._kill_all(running, "memory")
         elif sum(usage.num_threads for usage in usages) > self._limits["max_processes"]:
-            self._kill_all(usages, "processes")
+            self._kill_all(running, "processes")
         max_cpu_s, cpu_s = self._limits["cpu_s"], self._used_cpu_s(usages)
         for command in self._commands.values():
             exceeded = "time" if now >= command.deadline else None
@@ -246,15 +252,27 @@ class CommandServer:
         running = read_usage(list_other_processes()) if usages is None else usages
         return ended.ru_utime + ended.ru_stime + sum(usage.cpu_s for usage in running)
 
-    def _kill_all(self, usages: Sequence[ProcessUsage], exceeded: str) -> None:
+    def _kill_all(self, running: Sequence[int], exceeded: str) -> None:
+        """Kill all processes of the sandbox. Those that fork all the time leave any list of processes behind.
+
+        The kernel ends all processes of the namespace in one step, in which none of them can fork.
+        """
         for command in self._commands.values():
             command.exceeded = command.exceeded or exceeded
-        kill_processes([usage.pid for usage in usages])
+        if os.getpid() == 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+            deadline = time.monotonic() + MAX_DEATH_S
+            while list_other_processes() and time.monotonic() < deadline:
+                self._reap()  # now: those that have not ended would count as processes of the next command
+        else:
+            kill_processes(running)
 
     def _kill_session(self, leader: int, usages: Sequence[ProcessUsage] | None = None) -> None:
         """Kill the processes of a command, and those that they start meanwhile."""
         self._killed.add(leader)
-        kill_processes([leader])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)  # in one step: those that fork all the time leave a list behind
         self._kill_sessions(read_usage(list_other_processes()) if usages is None else usages)
 
     def _kill_sessions(self, usages: Sequence[ProcessUsage]) -> None:
