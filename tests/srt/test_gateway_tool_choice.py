@@ -393,7 +393,8 @@ def test_structured_output_begins_after_the_thought(thinking: Gateway, dialect: 
         reply = send(thinking, key, dialect, schema=YES_OR_NO, tools=tools)
         thought, text, calls = parts_of(reply, dialect)
         assert (text, calls) == ("", [])
-        assert len(thought) > 20, "a random model needs all its tokens, and the JSON has 13 characters"
+        assert thought
+        assert thought[0] not in "{<", "a grammar of the JSON or of a call has no other first character"
 
 
 @pytest.fixture(scope="module")
