@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vllm_helpers import needs_vllm
 
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
+from verl_server.errors import ServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import ProbedServers
 
@@ -105,8 +106,10 @@ def test_one_engine_pushes_to_servers_of_both_engines(one_rank: DeviceMesh, shar
         assert [adapter.get_model_info()["weight_version"] for adapter in adapters] == [version] * 2
         assert_equals_reference(engine, changed)
     for kind in ("sglang", "vllm"):
-        own = shared_engines.of(kind)
-        own.update_weights_from_tensor(original.state_dict().items(), weight_version=version + 1)
+        own, tensors = shared_engines.of(kind), original.state_dict()
+        with pytest.raises(ServerError, match="another client has changed the weights"):  # the next update takes over
+            own.update_weights_from_tensor(tensors.items(), weight_version=version + 1)
+        own.update_weights_from_tensor(tensors.items(), weight_version=version + 1)
         assert_equals_reference(own, original)
 
 

@@ -439,7 +439,7 @@ def _a_generator_fails(rank: int, world: int) -> list[tuple[list[str], float]]:
     found = []
     for failing, error in ((1, OSError("the disk is gone")), (1, KeyboardInterrupt()), (0, KeyboardInterrupt())):
         updater = _updater(rank, world)
-        tensors = _failing_with(error) if rank == failing else dict.fromkeys(NAMES, torch.ones(4)).items()
+        tensors = _failing_with(error) if rank == failing else {name: torch.ones(4) for name in NAMES}.items()
         started = time.monotonic()
         try:
             updater.update(tensors, None, UpdateOptions(None, True, True, PauseMode.RETRACT, True))
