@@ -20,6 +20,7 @@ from helpers import (
     GREEDY,
     PROMPTS,
     Ranks,
+    adapter_of,
     assert_equals_reference,
     change_weights,
     mesh_of,
@@ -29,9 +30,9 @@ from helpers import (
     trainer_ranks,
 )
 from model_servers import ModelServers, push, staged_updater
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl_server import HttpServerEngineAdapter, PauseMode, RemoteServer, Timeouts, VerlEngine
+from verl_server import HttpServerEngineAdapter, PauseMode, RemoteServer, Timeouts, VerlEngine, WeightsConfig
 from verl_server.engine.start_backend import broadcast_function, connect_coordinator
 from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
@@ -427,6 +428,122 @@ def test_a_rank_that_leaves_the_collectives_is_an_error_on_all_ranks_at_once(two
     assert (first[0], first[2]) == (disk, disk)
     assert first[1][0] == "BadInputError"
     assert "load_format 'direct'" in first[1][1]
+
+
+Failure = tuple[str, tuple[str, str], float]
+"""Name of a failure, the type and the message of the error, and how many seconds it took."""
+
+
+def _engines_on_one_mesh(rank: int, world: int, folder: str, transport: str) -> list[list[Failure]]:
+    """Each rank has an engine of its own, and the ranks share an FSDP2 mesh: what happens to one reaches the other.
+
+    Returns the failures of both ranks.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "tp"))
+    model = reference_model(folder)
+    found: list[Failure] = []
+
+    def start() -> VerlEngine:
+        return VerlEngine(
+            mesh["tp"], model_path=folder, tp_size=1, dtype="float32", max_total_tokens=4096,
+            weights=WeightsConfig(transport=transport), timeouts=Timeouts(weights_s=60.0),
+        )  # fmt: skip
+
+    def shards() -> dict[str, Any]:
+        return {name: distribute_tensor(part, mesh["dp"], [Shard(0)]) for name, part in model.state_dict().items()}
+
+    def fail(name: str, push: Callable[[dict[str, Any]], Any]) -> None:
+        """A push that fails on rank 0 only."""
+        change_weights(model, len(found))
+        tensors = shards()
+        dist.barrier()
+        started = time.monotonic()
+        found.append((name, raised(lambda: push(tensors)), time.monotonic() - started))
+
+    def succeed() -> None:
+        """The next pushes, of a dict and of a generator, load the weights of this step on both ranks."""
+        change_weights(model, 100 + len(found))
+        for tensors in (shards(), (item for item in shards().items())):
+            engine.update_weights_from_tensor(tensors)
+        assert_equals_reference(engine, model)
+
+    def failing(tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for number, item in enumerate(tensors.items()):
+            if rank == 0 and number == 5:
+                raise OSError("the disk is gone")
+            yield item
+
+    engine = start()
+    try:
+        succeed()
+        fail("refused", lambda all: engine.update_weights_from_tensor(all, "direct" if rank == 0 else None))
+        succeed()
+        more = {"no.such.weight": torch.zeros(1)} if rank == 0 else {}
+        fail("name", lambda all: engine.update_weights_from_tensor(all | more))
+        succeed()
+        fail("step", lambda all: engine.update_weights_from_tensor(all, weight_version=50 + rank))
+        fail("generator", lambda all: engine.update_weights_from_tensor(failing(all)))
+        succeed()
+        if rank == 0:
+            engine.release_memory_occupation(["weights"])
+        fail("released", lambda all: engine.update_weights_from_tensor(all))
+        if rank == 0:
+            engine.resume_memory_occupation(["weights"])
+        succeed()
+        if rank == 0:
+            process = adapter_of(engine).process
+            assert process is not None
+            os.kill(process.pids.main, signal.SIGKILL)
+        fail("killed", lambda all: engine.update_weights_from_tensor(all))
+        if rank == 0:
+            engine.shutdown()
+        for _ in range(2):  # rank 0 makes no updates meanwhile
+            fail("without", lambda all: engine.update_weights_from_tensor(all) if rank == 1 else None)
+        if rank == 0:
+            engine = start()
+        dist.barrier()
+        succeed()
+        everybody: list[Any] = [[], []]
+        dist.all_gather_object(everybody, found)
+        tensors = shards()
+        if rank == 1:  # rank 0 has the store of the trainer
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        error = raised(lambda: engine.update_weights_from_tensor(tensors))
+        everybody.append([("died", error, time.monotonic() - started)])
+    finally:
+        engine.shutdown()
+    return everybody
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "buckets"])
+def test_engines_on_one_mesh(tiny: Callable[..., Path], transport: str) -> None:
+    """No rank is left alone in a collective, and shards of two steps are not mixed.
+
+    It takes longer than 8 s, because three servers start.
+    """
+    with trainer_ranks(2) as ranks:
+        found, _ = ranks.run(_engines_on_one_mesh, str(tiny("qwen2")), transport, dying=1)
+    first, second, [(_, dead, after_s)] = found
+    assert dead[0] == "PeerError"
+    assert "its process has ended" in dead[1]
+    assert after_s < 5.0
+    words = {
+        "refused": "load_format 'direct' is not supported",
+        "name": "no.such.weight",
+        "step": "(version 51), but rank 0",
+        "generator": "the disk is gone",
+        "released": "the memory of the server's weights is released",
+        "killed": "ServerDiedError",
+        "without": "ServerDiedError",
+    }
+    assert [name for name, _, _ in second] == [*words, "without"]
+    for (name, own, _), (_, other, seconds) in zip(first, second, strict=True):
+        assert other[0] in ("PeerError", "TornWeightsError"), (name, own, other)
+        assert words[name] in other[1], (name, other)
+        assert seconds < 5.0, (name, seconds)
 
 
 def _failing_with(error: BaseException) -> Iterator[tuple[str, Any]]:

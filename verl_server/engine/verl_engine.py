@@ -19,6 +19,7 @@ from verl_server.engine.start_backend import BackendSource, connect_coordinator,
 from verl_server.engine.start_updater import start_weight_updater
 from verl_server.errors import ShutDownError, VerlServerError
 from verl_server.ranks.placement import compute_placement
+from verl_server.ranks.shared_meshes import engine_ended, engine_started
 from verl_server.type_checks import check_arguments
 from verl_server.types import Json, WeightUpdateResult
 from verl_server.validation import to_plain
@@ -90,8 +91,16 @@ class VerlEngine:
         try:
             self._backend = start_backend(group, placement, source, server_args, config, env or {}, group.fail_all)
             on_failure = weakref.WeakMethod(self._on_failure)  # the threads of the group do not keep the engine
-            group.on_failure = lambda error: (call := on_failure()) and call(error)
             trainer_ranks = frozenset(device_mesh_cpu.mesh.flatten().tolist())
+
+            def end(error: VerlServerError) -> None:
+                engine_ended(trainer_ranks, error)
+                if (call := on_failure()) is not None:
+                    call(error)
+
+            group.on_failure = end
+            group.raise_failure()
+            engine_started(trainer_ranks)
             ranks = EngineRanks(group, placement, trainer_ranks, self._backend, timeouts.weights_s)
             self._weights = start_weight_updater(ranks, self._backend, server_args, weights or WeightsConfig())
             self._at_loss = weakref.finalize(self, _end_lost_engine, group, self._backend, self._weights)

@@ -36,7 +36,7 @@ class RankCoordinator:
 
     def __init__(self, rank: int, size: int, channels: dict[int, Channel], arrival_timeout_s: float) -> None:
         self.rank, self.size = rank, size
-        self._channels, self._arrival_timeout_s = channels, arrival_timeout_s
+        self._channels, self.arrival_timeout_s = channels, arrival_timeout_s
         self._calls = PendingCalls(size)
         self._sending_lock = threading.Lock()
         self._closed_peers: set[int] = set()
@@ -217,11 +217,11 @@ class RankCoordinator:
         arrivals = self._calls.add_own_arrival(call_id, arrival)
         try:
             self._check_calls(call_id, 0)
-            if wait([arrivals.complete], self._arrival_timeout_s).not_done:
+            if wait([arrivals.complete], self.arrival_timeout_s).not_done:
                 missing = sorted(set(range(self.size)) - arrivals.by_rank.keys())
                 found = {rank: self._calls.waiting_elsewhere(call_id, rank) for rank in missing}
                 elsewhere = {rank: call for rank, call in found.items() if call is not None}
-                self._fail_call(call_id, not_arrived(list(found), call_id, self._arrival_timeout_s, elsewhere))
+                self._fail_call(call_id, not_arrived(list(found), call_id, self.arrival_timeout_s, elsewhere))
             arrivals.complete.result()
         except VerlServerError:
             raise
@@ -273,7 +273,7 @@ class RankCoordinator:
             self._fail_call(call_id, from_wire(wire), interrupt)
 
     def _outcome_timeout_s(self, action_timeout_s: float | None) -> float:
-        return self._arrival_timeout_s + (action_timeout_s or 0.0) + OUTCOME_SLACK_S
+        return self.arrival_timeout_s + (action_timeout_s or 0.0) + OUTCOME_SLACK_S
 
     def _on_overdue(self, call_id: str, action_timeout_s: float | None) -> None:
         """On ranks other than 0: no outcome was received in time.
@@ -305,7 +305,7 @@ class RankCoordinator:
                 self._check_calls(message["call_id"], peer)
         elif "overdue" in message:
             if not self._calls.is_made(message["call_id"]):
-                late = not_arrived([0], message["call_id"], self._arrival_timeout_s, {})
+                late = not_arrived([0], message["call_id"], self.arrival_timeout_s, {})
                 self._fail_call(message["call_id"], late)
         elif "event" in message:
             self._calls.add_event(message["call_id"], message["event"])

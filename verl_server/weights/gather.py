@@ -56,11 +56,11 @@ def writes_own_shards(tensor: DTensor, writer_ranks: frozenset[int]) -> bool:
 
     `writer_ranks`: see `local_slices`.
     """
-    return _ranks_of(tensor.device_mesh) <= writer_ranks and _split_of(tensor) is not None
+    return ranks_of(tensor.device_mesh) <= writer_ranks and _split_of(tensor) is not None
 
 
 @functools.lru_cache(MAX_CACHED_MESHES)
-def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     """The global ranks of a mesh. Cached: torch 2.14 needs 0.1 ms for `mesh.mesh`, and a model has many tensors."""
     return frozenset(mesh.mesh.flatten().tolist())
 

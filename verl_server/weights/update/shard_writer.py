@@ -6,14 +6,16 @@ import contextlib
 import itertools
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, DeadlineError, PeerError, WeightManifestError
+from verl_server.ranks.shared_meshes import SharedMeshes
 from verl_server.types import TensorSpec
 from verl_server.weights.device.staging_copies import StagingCopies
 from verl_server.weights.device.streams import CallerOrder
-from verl_server.weights.gather import is_first_replica, local_slices, writes_own_shards
+from verl_server.weights.gather import is_first_replica, local_slices, ranks_of, writes_own_shards
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.staged_checksums import StagedChecksums
 from verl_server.weights.update.tensor_source import (
@@ -55,6 +57,7 @@ class ShardWriter:
         on_bad_tensor: Callable[[BadInputError], None] = lambda _: None,
         copies: StagingCopies | None = None,
         checksums: StagedChecksums | None = None,
+        shared: SharedMeshes | None = None,
     ) -> None:
         self._staging_tensor, self._manifest, self._writer_ranks = staging_tensor, manifest, writer_ranks
         self._raise_failure, self._gather_timeout_s = raise_failure, gather_timeout_s
@@ -62,6 +65,9 @@ class ShardWriter:
         self._on_bad_tensor = on_bad_tensor
         self._copies = copies or StagingCopies()
         self._checksums = checksums
+        self._shared = shared or SharedMeshes()
+        self._enters_each = True
+        """Whether the ranks that share a mesh agree before each tensor: no rank knows the tensors of a generator."""
         self.has_gathered_all = False
         """Whether no other rank waits for this rank to gather a tensor with it."""
         self.has_shards = False
@@ -78,6 +84,8 @@ class ShardWriter:
         seen: set[str] = set()
         tied = TiedTensors(self._manifest, keeps_tensors=False)
         is_checked = isinstance(named_tensors, Sized)  # by `TensorSource`
+        if is_checked:
+            self._enter_all(named_tensors)
         items = items_of(named_tensors)
         for item in items:
             try:
@@ -89,16 +97,32 @@ class ShardWriter:
                     tied.add(given_name, tensor)
             except BadInputError as error:
                 self._on_bad_tensor(error)
-                self.gather_only(itertools.chain([item], items))
+                if not self._shared.in_use:  # otherwise all ranks raise the error before the next tensor
+                    self.gather_only(itertools.chain([item], items))
                 raise
             if own_names:
                 self._write_tensor(given_name, tensor)
                 names += own_names
             del item, tensor
         self._copies.wait()
+        self._shared.end(self._enters_each)
         self.has_gathered_all = True
         tied.require_equal()
         return names
+
+    def refuse(self, named_tensors: NamedTensors, error: BadInputError) -> None:
+        """Make no other rank wait for this rank, which does not write its tensors because of `error`.
+
+        With ranks of other engines, all ranks raise the error. Otherwise this rank takes part in gathering.
+        """
+        if self._shared.shared(_meshes_of(named_tensors)):
+            self._shared.leave(error)
+        else:
+            self.gather_only(named_tensors)
+
+    def _enter_all(self, named_tensors: NamedTensors) -> None:
+        enter_meshes(self._shared, named_tensors)
+        self._enters_each = False
 
     def gather_only(self, named_tensors: NamedTensors) -> None:
         """Take part in gathering the tensors that the other ranks gather, and write nothing.
@@ -113,8 +137,9 @@ class ShardWriter:
             if self._needs_gather(name, tensor):
                 if tensor.is_meta:
                     return
-                self._gather(tensor)
+                self._gather(name, tensor)
             del item, tensor
+        self._shared.end(self._enters_each)
         self.has_gathered_all = True
 
     def _require_writable(self, name: str, tensor: torch.Tensor) -> None:
@@ -158,7 +183,7 @@ class ShardWriter:
         if isinstance(tensor, DTensor):
             self.has_shards = True
             if self._needs_gather(name, tensor):
-                tensor = self._gather(tensor)
+                tensor = self._gather(name, tensor)
         if is_converted:
             assert self._manifest.checkpoint_names is not None
             parts = self._manifest.checkpoint_names.tensors(name, tensor)
@@ -193,13 +218,15 @@ class ShardWriter:
         """
         from torch.distributed.tensor import DTensor
 
+        self._enter_all(named_tensors)
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in named_tensors.items():
-            tensors[name] = (self._gather(tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
+            tensors[name] = (self._gather(name, tensor) if isinstance(tensor, DTensor) else tensor).detach().cpu()
+        self._shared.end(agree=False)
         self.has_gathered_all = True
         return tensors
 
-    def _gather(self, tensor: Any) -> torch.Tensor:
+    def _gather(self, name: str, tensor: Any) -> torch.Tensor:
         """`full_tensor`, a collective of the trainer's mesh, with a deadline and a check of the other ranks.
 
         A collective cannot be cancelled. When this raises, the trainer's process group cannot be used any more. Raises
@@ -207,7 +234,12 @@ class ShardWriter:
         """
         outcome: dict[str, Any] = {}
         order = CallerOrder(tensor)
-        self._raise_failure()
+        mesh = ranks_of(tensor.device_mesh)
+        is_shared = bool(self._shared.shared([mesh]))
+        if is_shared and self._enters_each:
+            self._shared.enter([mesh], repr(name))
+        if not is_shared:  # the ranks of other engines are not left alone when only this engine has ended
+            self._raise_failure()
 
         def gather() -> None:
             try:
@@ -221,7 +253,10 @@ class ShardWriter:
         deadline = time.monotonic() + self._gather_timeout_s
         while thread.is_alive():
             thread.join(POLL_INTERVAL_S)
-            self._raise_failure()
+            if is_shared:
+                self._shared.raise_loss(mesh)
+            else:
+                self._raise_failure()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"gathering a tensor from the trainer's ranks took longer than {self._gather_timeout_s:g} s; "
@@ -233,3 +268,21 @@ class ShardWriter:
             raise PeerError(f"gathering a tensor from the trainer's ranks failed: {outcome['error']}")
         whole: torch.Tensor = outcome["tensor"]
         return whole
+
+
+def _meshes_of(named_tensors: NamedTensors) -> dict[frozenset[int], list[str]]:
+    """The names of the DTensors of a collection by the ranks of their device meshes. Leaves bad items out."""
+    from torch.distributed.tensor import DTensor
+
+    names: dict[frozenset[int], list[str]] = {}
+    with contextlib.suppress(BadInputError):
+        for name, tensor in map(validated_pair, items_of(named_tensors)):
+            if isinstance(tensor, DTensor):
+                names.setdefault(ranks_of(tensor.device_mesh), []).append(name)
+    return names
+
+
+def enter_meshes(shared: SharedMeshes, named_tensors: NamedTensors) -> None:
+    """Agree on all collectives of a collection of tensors with the ranks of other engines that share its meshes."""
+    for mesh, names in sorted(_meshes_of(named_tensors).items(), key=lambda item: sorted(item[0])):
+        shared.enter([mesh], f"{len(names)} DTensors (digest {zlib.crc32(chr(0).join(names).encode()):08x})")

@@ -101,6 +101,7 @@ class StagedUpdater(WeightUpdater):
             writes_whole_tensors=self._is_node_leader,
             copies=StagingCopies(self._arena.pin),
             checksums=checksums if options.verify else None,
+            shared=self.shared,
         )
 
         def check_and_write() -> list[str]:
@@ -110,8 +111,8 @@ class StagedUpdater(WeightUpdater):
                 return writer.write(named_tensors)
             try:
                 source = TensorSource(named_tensors, self.manifest, options.check_finite)
-            except BadInputError:
-                writer.gather_only(named_tensors)  # the other ranks do not wait for this rank to arrive
+            except BadInputError as error:
+                writer.refuse(named_tensors, error)  # the other ranks do not wait for this rank to arrive
                 raise
             return writer.write(source.pairs)
 

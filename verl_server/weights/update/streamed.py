@@ -38,7 +38,7 @@ from verl_server.weights.update.request import (
     validate_options,
 )
 from verl_server.weights.update.server_session import OpenedUpdate, ServerSession
-from verl_server.weights.update.shard_writer import ShardWriter
+from verl_server.weights.update.shard_writer import ShardWriter, enter_meshes
 from verl_server.weights.update.tensor_source import NamedTensors, TensorSource
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
@@ -88,10 +88,7 @@ class StreamedUpdater(WeightUpdater):
         self, named_tensors: NamedTensors, options: UpdateOptions, refusal: VerlServerError | None
     ) -> WeightUpdateResult:
         call_id = self.coordinator.next_call_id("update_weights_from_tensor")
-        source: TensorSource | None = None
-        error = refusal
-        if refusal is None:
-            source, error = self.run_reading(lambda: TensorSource(named_tensors, self.manifest, options.check_finite))
+        source, error = self.run_reading(lambda: self._read(named_tensors, options.check_finite, refusal))
         opened: OpenedUpdate | None = None
         try:
             message = self.coordinator.agree(
@@ -120,6 +117,15 @@ class StreamedUpdater(WeightUpdater):
             self._session = self._filler = None
         raise_resume_error(outcome)
         return dataclasses.replace(WeightUpdateResult(**outcome["result"]), gather_s=gather_s)
+
+    def _read(self, named_tensors: NamedTensors, check_finite: bool, refusal: VerlServerError | None) -> TensorSource:
+        """Check the tensors. If the ranks of other engines have refused theirs, no server is paused."""
+        if refusal is not None:
+            raise refusal
+        source = TensorSource(named_tensors, self.manifest, check_finite)
+        if source.is_checked:
+            enter_meshes(self.shared, source.pairs)
+        return source
 
     def _mark_torn(self, error: BaseException, opened: OpenedUpdate) -> None:
         """Make everything that waits for this rank stop, and record that the served weights are torn."""
@@ -208,6 +214,7 @@ class StreamedUpdater(WeightUpdater):
             writes_whole_tensors=role is not None and role.is_lead_writer,
             on_bad_tensor=lambda error: self._stop_filling(error.message),
             copies=None if filler is None else filler.copies,
+            shared=self.shared,
         )
         names, error = self.run_writing(writer, load_id, write)
         if error is not None:

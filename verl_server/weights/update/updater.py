@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
 from verl_server.ranks.placement import Placement
+from verl_server.ranks.shared_meshes import SharedMeshes
 from verl_server.types import Json, TensorSpec, WeightUpdateResult
 from verl_server.weights.lora import check_lora_adapter, missing_fused_parts
 from verl_server.weights.manifest import Manifest
@@ -68,6 +69,8 @@ class WeightUpdater(ABC):
         self.starts_from_checkpoint = False
         """Whether the servers had the weights of their checkpoint before the first update. Set by the engine."""
         self._is_updating = False
+        self.shared = SharedMeshes()
+        """The device meshes that the current update shares with ranks of other engines."""
         self._reading_error: BaseException | None = None
         """The exception of the caller's iterator in the current update, on the rank that has read it."""
         self.released_memory: frozenset[str] = frozenset()
@@ -86,11 +89,11 @@ class WeightUpdater(ABC):
             refusal = BadInputError(
                 "the memory of the server's weights is released: call resume_memory_occupation(['weights']) first"
             )
-        with self.exclusive():
+        with self.exclusive(options.weight_version):
             return self._update(named_tensors, options, refusal)
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self, weight_version: Any = None) -> Iterator[None]:
         """One update at a time. The rank whose iterator has failed raises an error with that exception as its cause.
 
         It raises the exception itself if this is no `Exception`, for example KeyboardInterrupt.
@@ -101,8 +104,12 @@ class WeightUpdater(ABC):
                 "threads cannot update at the same time"
             )
         self._is_updating = True
+        self.shared = SharedMeshes(
+            self.ranks.global_ranks, weight_version, self.coordinator.raise_failure, self.coordinator.arrival_timeout_s
+        )
         try:
-            yield
+            with self.shared:
+                yield
         except VerlServerError as failure:
             if (own := self._reading_error) is None:
                 raise
@@ -154,6 +161,7 @@ class WeightUpdater(ABC):
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=False,
             writes_whole_tensors=False,
+            shared=self.shared,
         )
         whole, error = self.run_writing(writer, call_id, lambda: writer.gather_on_cpu(tensors))
         return whole or {}, error
@@ -265,8 +273,10 @@ class WeightUpdater(ABC):
         try:
             return read(), None
         except VerlServerError as error:
+            self.shared.leave(error)
             return None, error
         except BaseException as error:  # noqa: BLE001 - the caller's iterator failed: every rank must learn of it
+            self.shared.leave(error)
             self._reading_error, rank = error, self.coordinator.rank
             message = f"reading named_tensors failed on rank {rank}: {type(error).__name__}: {error}"
             return None, PeerError(message, ranks=[rank])
