@@ -62,8 +62,9 @@ def require_mergeable(model: Any) -> None:
 def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Pairs of name and tensor of all parameters, and of the buffers that checkpoints have.
 
-    Sharded parameters of FSDP2 are DTensors. `model` is the trainer's model without wrappers of Accelerate. Of a PEFT model, the pairs are the parameters of the
-    base model with the active adapters. The model itself keeps its bits, also if the caller stops before the end.
+    Sharded parameters of FSDP2 are DTensors. `model` is the trainer's model without wrappers of Accelerate. Of a PEFT
+    model, the pairs are the parameters of the base model with the active adapters. The model itself keeps its bits,
+    also if the caller stops before the end.
     """
     saved = model.state_dict(keep_vars=True).keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)  # biases of routers
