@@ -35,8 +35,9 @@ class ServerInfo:
     tp_size: int
     """Number of TP ranks of the server."""
     fused_modules: tuple[tuple[str, ...], ...] | None = None
-    """For an engine that loads a module only with all of its tensors (vLLM): the modules of a checkpoint that are one
-    module of the engine, for example `("q_proj", "k_proj", "v_proj")`. None: every tensor can be loaded alone."""
+    """For an engine that loads a module only with all of its tensors (vLLM): ends of the names of tensors that it loads
+    together, for example `("k_proj.weight", "q_proj.weight", "v_proj.weight")`. `*` is a number: all experts of a layer
+    are one module. None: every tensor can be loaded alone."""
     is_current: bool = field(default=True, compare=False)
     """Whether it has all published weights. False: it was started again and has its checkpoint."""
 

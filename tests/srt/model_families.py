@@ -80,9 +80,23 @@ RELEASED_FIELDS: dict[str, dict[str, Any]] = {
 ROUTER_BIAS = "e_score_correction_bias"
 
 
+VLLM_SIZES: dict[str, Any] = {
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32768, "dtype": "float32",
+}  # fmt: skip
+"""Sizes of heads that vLLM computes on a CPU, and the context of the tests' vLLM servers."""
+VLLM_FAMILIES: dict[str, Callable[[], Any]] = {
+    "vllm_gpt_oss": _config(
+        "GptOssConfig", **VLLM_SIZES, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=64
+    ),
+    "vllm_granitemoe": _config("GraniteMoeConfig", **VLLM_SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "vllm_stablelm": _config("StableLmConfig", **VLLM_SIZES),
+}
+"""Configurations for vLLM servers on a CPU."""
+
+
 def make_family_model(family: str, seed: int = 0) -> Any:
     """A random model of the family in bfloat16. Biases of routers are float32, as in released checkpoints."""
-    config = FAMILIES[family]() if family in FAMILIES else _config("LlamaConfig", mlp_bias=True)()
+    config = (FAMILIES | VLLM_FAMILIES).get(family, _config("LlamaConfig", mlp_bias=True))()
     is_vision_model = hasattr(config, "vision_config")
     factory = transformers.AutoModelForImageTextToText if is_vision_model else transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):

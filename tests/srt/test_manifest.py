@@ -16,6 +16,7 @@ from model_families import FAMILIES, ROUTER_BIAS, make_family_model, save_family
 from safetensors.torch import load_file, save_file
 
 from verl_server.errors import BadInputError, WeightManifestError
+from verl_server.router.rl_wire.folders import read_served_manifest
 from verl_server.types import TensorSpec
 from verl_server.weights.checkpoint_names import CheckpointNames
 from verl_server.weights.manifest import Manifest
@@ -95,6 +96,17 @@ def test_fused_experts_of_another_shape_are_refused_by_name(shape: tuple[int, ..
     with pytest.raises(WeightManifestError, match=message) as caught:
         TensorSource({name: torch.zeros(shape)}.items(), manifest, check_finite=False)
     assert caught.value.details == {"name": name, "expected": [4, 64, 64], "got": list(shape)}
+
+
+def test_code_of_a_model_is_not_executed_because_a_server_reports_that_it_may(tmp_path: Path) -> None:
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()\n")
+    reported = {"model_path": str(tmp_path), "tokenizer_path": str(tmp_path), "trust_remote_code": True}
+    for load_format in ("auto", "dummy"):
+        with pytest.raises(BadInputError, match="trust_remote_code=True"):
+            read_served_manifest({**reported, "load_format": load_format})
+    assert not (tmp_path / "executed").exists()
 
 
 def test_tensors_that_trainers_lack_need_not_be_pushed(tmp_path: Path) -> None:

@@ -497,7 +497,7 @@ def _engines_on_one_mesh(rank: int, world: int, folder: str, transport: str) -> 
             process = adapter_of(engine).process
             assert process is not None
             os.kill(process.pids.main, signal.SIGKILL)
-            # Once the ranks have agreed, a rank that loses its server stays in the collective, and the other one succeeds.
+            # Once the ranks have agreed, a rank that loses its server stays in the collective: the other one succeeds.
             wait_until(lambda: process.exit is not None, 10.0, "the end of the server is not noticed")
         dist.barrier()
         fail("killed", lambda all: engine.update_weights_from_tensor(all))

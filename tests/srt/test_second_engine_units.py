@@ -16,11 +16,16 @@ from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.message import parse_message, serialize_message
 from verl_server.weights.update.whole_modules import complete_modules
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (
+    ("k_proj.weight", "q_proj.bias", "q_proj.weight", "v_proj.weight"),
+    ("*.down_proj.weight", "*.gate_proj.weight"),
+    ("input_linear.weight", "output_linear.weight"),
+)
 NAMES = [
     "layers.0.attn.q_proj.weight", "layers.0.attn.q_proj.bias", "layers.0.attn.k_proj.weight",
     "layers.0.attn.v_proj.weight", "layers.0.attn.o_proj.weight", "layers.1.attn.q_proj.weight",
     "layers.0.mlp.experts.0.gate_proj.weight", "layers.0.mlp.experts.1.down_proj.weight", "lm_head.weight",
+    "layers.0.moe.input_linear.weight", "layers.0.moe.output_linear.weight", "layers.1.moe.output_linear.weight",
 ]  # fmt: skip
 MANIFEST = Manifest({name: TensorSpec((1,), "float32") for name in NAMES}, frozenset({"lm_head.weight"}), frozenset())
 PUBLISHED = {name: number for number, name in enumerate(NAMES)}
@@ -37,6 +42,7 @@ def test_the_other_tensors_of_a_module_are_added() -> None:
     assert complete(["layers.0.mlp.experts.1.down_proj.weight"]) == NAMES[6:8], "the experts of a layer"
     assert complete(["layers.0.attn.q_proj.weight"], fused=None) == NAMES[:1], "an engine that loads single tensors"
     assert complete(["lm_head.weight"]) == ["lm_head.weight"]
+    assert complete(["layers.0.moe.output_linear.weight"]) == NAMES[9:11], "tensors of all experts"
 
 
 def test_tensors_that_were_not_published_or_have_changed_are_refused() -> None:

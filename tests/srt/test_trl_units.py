@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from model_families import make_family_model, save_family_model
 
 from verl_server import (
     AdapterConfig,
@@ -40,8 +42,11 @@ from verl_server.integrations.trl import (
 )
 from verl_server.integrations.trl.completions import parse_completion
 from verl_server.integrations.trl.mesh import require_one_gpu
+from verl_server.integrations.trl.policy_weights import named_weights
 from verl_server.integrations.trl.reward_columns import RewardFunctions
 from verl_server.integrations.trl.sampling import fit_into_context
+from verl_server.types import TensorSpec
+from verl_server.weights.read_manifest import read_manifest
 
 MAX_TOKENS = 10
 
@@ -517,3 +522,17 @@ def test_errors_of_reward_functions_have_their_names(error: Exception, is_async:
         found = _health_error(worker)
     assert found.message == f"reward function {name} failed: {type(error).__name__}: {error}"
     assert found.__cause__ is error
+
+
+# -- weights -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_moe"])
+def test_buffers_that_checkpoints_have_are_pushed(family: str, tmp_path: Path) -> None:
+    """Biases of routers are buffers, and no gradient changes them. Tables of rotary embeddings are no part of them."""
+    model = make_family_model(family)
+    manifest = read_manifest({"model_path": str(save_family_model(model, family, tmp_path))})
+    pushed = [(name, TensorSpec.of(tensor)) for name, tensor in named_weights(model)]
+    assert len(dict(pushed)) == len(pushed)
+    names = [new for name, spec in pushed for new in manifest.checkpoint_specs(name, spec)]
+    assert sorted(names) == sorted(manifest.tensors)

@@ -11,9 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_helpers import Checkpoints, VllmServer, leaves_nothing, needs_vllm
+from both_engines import engine_settings
+from helpers import GREEDY, PROMPTS
+from model_families import make_family_model, save_family_model
+from torch.distributed.device_mesh import DeviceMesh
+from vllm_helpers import Checkpoints, VllmServer, leaves_nothing, needs_vllm, weights_of
 
-from verl_server.errors import VerlServerError
+from verl_server import VerlEngine
+from verl_server.errors import BadInputError, VerlServerError
 
 pytestmark = needs_vllm
 
@@ -158,3 +163,50 @@ def test_a_tensor_that_the_model_class_ignores_is_found(served: Served) -> None:
     with served.server.wrong_shapes({name: tensors[name]}), pytest.raises(VerlServerError, match=message):
         served.push(tensors, is_whole=True)
     served.push_first()
+
+
+def log_probs(engine: VerlEngine) -> list[Any]:
+    replies = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True)
+    return [reply["meta_info"]["output_token_logprobs"] for reply in replies]
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("vllm_granitemoe", ["block_sparse_moe.output_linear.weight", "self_attn.k_proj.weight"]),
+        ("vllm_stablelm", ["mlp.up_proj.weight", "self_attn.v_proj.weight", "input_layernorm.bias"]),
+    ],
+)
+def test_parts_of_modules_are_completed_in_every_family(
+    family: str, parts: list[str], one_rank: DeviceMesh, tmp_path: Path
+) -> None:
+    """vLLM's model classes of these families do not publish which modules they fuse."""
+    folder, other = (save_family_model(make_family_model(family, n), family, tmp_path / str(n)) for n in (0, 1))
+    old, new = weights_of(folder), weights_of(other)
+    with VerlEngine(one_rank, model_path=str(folder), **engine_settings("vllm")) as engine:
+        with pytest.raises(BadInputError, match="a part of a module that vLLM loads only as a whole"):
+            engine.update_weights_from_tensor({f"{LAYER}{parts[0]}": new[f"{LAYER}{parts[0]}"]}.items())
+        engine.update_weights_from_tensor(old.items())
+        before = log_probs(engine)
+        for part in parts:
+            name = f"{LAYER}{part}"
+            engine.update_weights_from_tensor([(name, new[name])])
+            pushed = log_probs(engine)
+            engine.update_weights_from_tensor({**old, name: new[name]}.items())
+            assert log_probs(engine) == pushed != before, name
+            engine.update_weights_from_tensor(old.items())
+            assert log_probs(engine) == before
+
+
+def test_a_model_that_vllm_cannot_load_again_is_refused_unchanged(one_rank: DeviceMesh, tmp_path: Path) -> None:
+    model = make_family_model("vllm_gpt_oss")
+    folder = save_family_model(model, "vllm_gpt_oss", tmp_path)
+    with VerlEngine(one_rank, model_path=str(folder), **engine_settings("vllm")) as engine:
+        before = log_probs(engine)
+        for tensors in (model.state_dict(), {"model.layers.0.self_attn.sinks": torch.ones(2)}):
+            with pytest.raises(
+                BadInputError, match=r"writes 10 tensors past the loaders of its parameters.*Nothing was"
+            ):
+                engine.update_weights_from_tensor(tensors.items())
+            assert engine.weight_version == 0
+            assert log_probs(engine) == before

@@ -22,16 +22,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from verl_server.types import Json
-from verl_server.vllm_server.loading.reloaded_modules import (
-    PartialModuleError,
-    require_whole_modules,
-)
+from verl_server.vllm_server.loading.reloaded_modules import PartialModuleError, Rehearsal
 from verl_server.vllm_server.loading.weight_load import NamedTensors, WeightLoad, choose_weight_load
 from verl_server.vllm_server.weight_session import WeightSession
 from verl_server.weights.checksum import XXH3, compute_checksum
 from verl_server.weights.coverage import ReadTensors
 from verl_server.weights.loader import MAX_COPIED_BYTES
 from verl_server.weights.owner import note_loaded, require_owner
+from verl_server.weights.read_manifest import read_manifest
 from verl_server.weights.transports import receiver_class
 from verl_server.weights.transports.base import Receiver
 
@@ -64,6 +62,14 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
         self._session = WeightSession()
         self._receiver: Receiver | None = None
         self._load: WeightLoad = choose_weight_load(self.model, self.model_config)
+        self.rehearsal: Rehearsal | None = None
+        """Which tensors are loaded together. None: it is not known, and an incomplete module fails in `finish`."""
+        try:
+            served = {name: getattr(self.model_config, name) for name in ("revision", "trust_remote_code")}
+            tensors = read_manifest({**served, "model_path": self.model_config.model}).tensors
+            self.rehearsal = Rehearsal(self.model, tensors)
+        except Exception:
+            logger.exception("it is not known which tensors this model loads together")
 
     def parse_init_info(self, init_dict: Json) -> InitInfo:
         return InitInfo()
@@ -97,7 +103,8 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
         assert self._receiver is not None
         tensors = list(self._receiver.tensors())
         names = [name for name, _ in tensors]
-        require_whole_modules(self.model, names)
+        if self.rehearsal is not None:
+            self.rehearsal.require_whole_modules(names)
         algorithm = update_info.message.get("checksum", XXH3) if update_info.message["verify"] else None
         checksums: dict[str, int] = {}
         watched = self._session.read = ReadTensors()

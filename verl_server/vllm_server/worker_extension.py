@@ -76,12 +76,16 @@ class WorkerExtension:
         return _report(self, lambda: _try_adapter(self.model_runner.lora_manager, folder), call_id)
 
     def verl_server_memory(self, call_id: str = "") -> dict[str, Any]:
-        """What is released, the resident memory of the worker, the modules of the checkpoint that vLLM fuses, and the
-        dtypes of the parameters."""
-        mapping: dict[str, list[str]] = getattr(self.model_runner.model, "packed_modules_mapping", {})
+        """What is released, the resident memory of the worker, which tensors vLLM loads together, which
+        it cannot load again, and the dtypes of the parameters."""
+        rehearsal = getattr(self.weight_transfer_engine, "rehearsal", None)
         found: dict[str, Any] = {PARAMETER_DTYPES: None}
         report = _report(self, lambda: found.update({PARAMETER_DTYPES: _dtypes_of(self.model_runner.model)}), call_id)
-        return {**report, **found, "fused_modules": list(mapping.values())}
+        return {**report, **found, "fused_modules": [], "unloadable": []} | (
+            {}
+            if rehearsal is None
+            else {"fused_modules": rehearsal.fused_modules(), "unloadable": rehearsal.unloadable}
+        )
 
 
 def _dtypes_of(model: torch.nn.Module) -> dict[str, Any]:

@@ -60,13 +60,16 @@ def require_mergeable(model: Any) -> None:
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pairs of name and tensor of all parameters. Sharded parameters of FSDP2 are DTensors.
+    """Pairs of name and tensor of all parameters, and of the buffers that checkpoints have.
 
-    `model` is the trainer's model without wrappers of Accelerate. Of a PEFT model, the pairs are the parameters of the
-    base model with the active adapters. The model itself keeps its bits, also if the caller stops before the end.
+    Sharded parameters of FSDP2 are DTensors. `model` is the trainer's model without wrappers of Accelerate. Of a PEFT
+    model, the pairs are the parameters of the base model with the active adapters. The model itself keeps its bits,
+    also if the caller stops before the end.
     """
+    saved = model.state_dict(keep_vars=True).keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)  # biases of routers
     if not _is_peft(model):
-        yield from ((_clean(name), parameter.detach()) for name, parameter in model.named_parameters())
+        yield from ((_clean(name), tensor.detach()) for name, tensor in (*model.named_parameters(), *buffers))
         return
     layers, merged = _adapted_layers(model), dict[int, torch.Tensor]()
     for name, parameter in model.named_parameters():
@@ -76,6 +79,7 @@ def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if id(parameter) not in merged and id(parameter) in layers:
             merged = _merge(layers[id(parameter)])
         yield base_name, merged.pop(id(parameter), parameter.detach())
+    yield from ((base_name, buffer) for name, buffer in buffers if (base_name := _base_name(model, name)) is not None)
 
 
 def _is_peft(model: Any) -> bool:

@@ -105,10 +105,13 @@ def require_checkpoint_folder(folder: Any) -> None:
 
 
 def read_served_manifest(server_args: Mapping[str, Any]) -> Manifest:
-    """The tensors that a server with these arguments accepts. Raises BadInputError. Blocking. Imports torch."""
+    """The tensors that a server with these reported arguments accepts. Raises BadInputError. Blocking. Imports torch.
+
+    Code in the folder of the model is never executed, whatever the server has reported.
+    """
     from verl_server.weights.read_manifest import read_manifest
 
-    return read_manifest(server_args)
+    return read_manifest({**server_args, "trust_remote_code": False})
 
 
 def require_whole_checkpoint(folder: str, manifest: Manifest) -> None:

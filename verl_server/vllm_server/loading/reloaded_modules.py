@@ -5,14 +5,25 @@ On a CPU two kinds of modules keep packed copies of their weights that vLLM 0.32
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from verl_server.types import TensorSpec
+from verl_server.vllm_server.loading.module_kinds import raw_parameters
 
 EXPERTS = ".experts."
 """Part of the names of tensors of single experts."""
@@ -122,26 +133,77 @@ def drop_unfinished(model: nn.Module, in_place: InPlaceTensors, *, keep_padded: 
     return dropped
 
 
-def require_whole_modules(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise PartialModuleError if `names` are not all tensors of each module of vLLM that they belong to.
+class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Which modules of a model read which tensors of its checkpoint: a load by the model's own loader without values.
 
-    vLLM fuses some modules of checkpoints into one. Its models publish which: `packed_modules_mapping`.
+    Parameters and tensors are on the meta device meanwhile, and the model must not generate. vLLM loads a module only
+    with all of its tensors, and through the loaders of its parameters only.
     """
-    given = set(names)
-    fused = {part: parts for parts in getattr(model, "packed_modules_mapping", {}).values() for part in parts}
-    wholes = _fused_modules(model)
-    modules = dict(model.named_modules())
-    for name in given:
-        path, _, tensor = name.rpartition(".")
-        parent, _, part = path.rpartition(".")
-        if EXPERTS in name or tensor not in ("weight", "bias"):
-            continue  # experts: `drop_unfinished` finds them
-        module = modules.get(f"{parent}.{wholes.get(part, part)}" if parent else part)
-        tensors = [tensor] if module is None else _own_tensors(module)
-        start = f"{parent}." if parent else ""
-        needed = {f"{start}{sibling}.{leaf}" for sibling in fused.get(part, [part]) for leaf in tensors}
-        if missing := sorted(needed - given):
-            raise PartialModuleError(f"the update has {name!r} without {missing}, which vLLM loads together")
+
+    def __init__(self, model: nn.Module, specs: Mapping[str, TensorSpec]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._readers: defaultdict[str, set[str]] = defaultdict(set)
+        self._module, self._tensor = "", ""  # no module: the class of the model writes past the parameter's loader
+        live = {path: dict(module.named_parameters(recurse=False)) for path, module in model.named_modules()}
+        with contextlib.ExitStack() as last_steps:
+            for path, module in model.named_modules():
+                last_steps.callback(module._parameters.update, module._parameters.copy())
+                last_steps.callback(module._parameters.clear)
+                for name, parameter in raw_parameters(module).items():
+                    raw = restore_layer_refs(to_meta_tensor(parameter), module)
+                    raw.weight_loader = self._recording_loader(
+                        path, getattr(raw, "weight_loader", default_weight_loader)
+                    )
+                    module.register_parameter(name, raw)
+            with torch.no_grad(), self:
+                model.load_weights(self._tensors_of(specs))  # type: ignore[operator]
+        past = self._readers.pop("", set()).difference(*self._readers.values())
+        written = {id(parameter) for path in self._readers for parameter in live[path].values()}
+        unread = [
+            path
+            for path, own in live.items()
+            if path not in self._readers and not written.issuperset(map(id, own.values()))
+        ]
+        self.unloadable = sorted(past) if unread else []
+        """Tensors that the class of the model writes past the loaders of its parameters: vLLM's reload loses them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._readers[self._module].add(self._tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _tensors_of(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+        for self._tensor, spec in specs.items():
+            yield self._tensor, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+    def _recording_loader(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(*args: Any, **kwargs: Any) -> Any:
+            self._module = path
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._module = ""
+
+        return load
+
+    def fused_modules(self) -> list[list[str]]:
+        """See `ServerInfo.fused_modules`."""
+        found = set()
+        for names in self._readers.values():
+            if len(names) > 1:
+                parts = [name.split(".") for name in names]
+                common = len(list(itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))))
+                found.add(tuple(sorted({re.sub(r"\b\d+\b", "*", ".".join(part[common:])) for part in parts})))
+        return [list(tails) for tails in sorted(found)]
+
+    def require_whole_modules(self, names: Iterable[str]) -> None:
+        """Raise PartialModuleError if `names` are not all tensors of each module of vLLM that they belong to."""
+        given = set(names)
+        for tensors in self._readers.values():
+            if (own := tensors & given) and (missing := sorted(tensors - given)):
+                raise PartialModuleError(
+                    f"the update has {min(own)!r} without {missing[:6]}, which vLLM loads together"
+                )
 
 
 def in_module_order(model: nn.Module, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
@@ -159,8 +221,3 @@ def in_module_order(model: nn.Module, tensors: Sequence[tuple[str, torch.Tensor]
 def _fused_modules(model: nn.Module) -> dict[str, str]:
     """The last name of vLLM's module, by that of each module of the checkpoint that vLLM fuses into it."""
     return {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
-
-
-def _own_tensors(module: nn.Module) -> list[str]:
-    """The kinds of tensors that a module has in a checkpoint."""
-    return ["weight", "bias"] if getattr(module, "bias", None) is not None else ["weight"]

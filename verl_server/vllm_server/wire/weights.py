@@ -23,7 +23,13 @@ from verl_server.weights.transports.message import parse_message
 
 
 async def begin(state: ServerState, calls: InnerCalls, body: Json) -> Json:
-    """Nothing has to be opened: an update is one call of `update`."""
+    """Refuse an update that cannot succeed. Nothing has to be opened: an update is one call of `update`."""
+    if lost := (await call_workers(state, calls, "verl_server_memory"))[0]["unloadable"]:
+        raise BadInputError(
+            f"vLLM cannot load new weights into this model: its class writes {len(lost)} tensors past the loaders of "
+            f"its parameters, for example {lost[0]!r}, and vLLM's reload loses them. Nothing was changed. Serve "
+            "the model with SGLang"
+        )
     return {"success": True, "message": "an update can begin"}
 
 

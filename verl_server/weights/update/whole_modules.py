@@ -7,15 +7,13 @@ update.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from verl_server.errors import WeightManifestError
 from verl_server.types import ServerInfo
 from verl_server.weights.manifest import Manifest
-
-EXPERTS = ".experts."
-"""Part of the names of tensors of single experts. The experts of a layer are one module."""
 
 
 def complete_modules(
@@ -52,21 +50,18 @@ def complete_modules(
 
 
 def _missing_tensors(
-    given: Collection[str], fused: Sequence[Sequence[str]], manifest: Manifest, published: Collection[str]
+    given: set[str], fused: Sequence[Sequence[str]], manifest: Manifest, published: Collection[str]
 ) -> set[str]:
     """The tensors of the modules of `given` that are not in `given`. Optional ones only if they were published."""
-    groups: defaultdict[str, set[str]] = defaultdict(set)
-    for name in manifest.tensors:
-        if name in manifest.required or name in published:
-            groups[_module_of(name, fused)].add(name)
-    return set[str]().union(*(groups[_module_of(name, fused)] for name in given)).difference(given)
-
-
-def _module_of(name: str, fused: Sequence[Sequence[str]]) -> str:
-    """A name for the module of the engine that loads this tensor."""
-    if EXPERTS in name:
-        return name[: name.index(EXPERTS)] + EXPERTS
-    path = name.rpartition(".")[0]
-    parent, _, part = path.rpartition(".")
-    whole = next(("+".join(parts) for parts in fused if part in parts), part)
-    return f"{parent}.{whole}"
+    known = [name for name in manifest.tensors if name in manifest.required or name in published]
+    missing = set[str]()
+    if given.issuperset(known):
+        return missing
+    for tails in fused:
+        endings = "|".join(re.escape(tail).replace(r"\*", r"\d+") for tail in tails)
+        pattern, groups = re.compile(rf"(?:(.*)\.)?(?:{endings})"), defaultdict[str | None, set[str]](set)
+        for name in known:
+            if (match := pattern.fullmatch(name)) is not None:
+                groups[match[1]].add(name)
+        missing.update(*(group - given for group in groups.values() if not group.isdisjoint(given)))
+    return missing
