@@ -189,7 +189,7 @@ class ProbedServers:
         """
         with contextlib.suppress(VerlServerError, TimeoutError):
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                server_info = await self._adapters[name].connection.get_resolved_args()
+                server_info = await self._adapters[name].get_server_info()
             try:
                 self._dispatcher.pool.update_replica(name, dp_size=num_data_parallel_ranks(server_info))
             except Exception as error:  # noqa: BLE001 - any value may come; the probes of the server must not end
@@ -200,7 +200,8 @@ class ProbedServers:
             else:
                 self.infos[name] = server_info
                 with contextlib.suppress(Exception):  # a request reads them again, and reports the error
-                    await self._adapters[name].connection.get_limits()
+                    async with asyncio.timeout(PROBE_TIMEOUT_S):
+                        await self._adapters[name].connection.get_limits()
 
     async def _ask(self, name: str) -> Json:
         """SGLang's `/model_info` of a server. Raises the errors of the request."""
