@@ -138,7 +138,7 @@ class ServerBusyError(ServerError):
 
 
 class DeadlineError(VerlServerError, TimeoutError):
-    """An operation did not finish before its deadline, although the process that it waited for was alive.
+    """An operation did not finish before its deadline. The process that it waited for is not known to have ended.
 
     `details`: `operation` (what was waited for), `seconds` (the deadline), `url`, `log_path`. To do: raise the deadline
     in `Timeouts` if the model needs longer; otherwise the server hangs and must be started again.

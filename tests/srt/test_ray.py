@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +123,41 @@ def test_replicas_are_actors(launcher: Any, one_rank: DeviceMesh, tiny: Callable
         fleet.remove_replica("verl_server_1")
         assert sorted(discover()) == ["verl_server_0"]
     assert not ray.is_initialized()
+
+
+#: Two fleets on one cluster.
+TWO_FLEETS = """
+import json, sys, time
+
+from verl_server import RolloutManager
+from verl_server.errors import StartupError
+from verl_server.ray import RayLauncher
+
+address, folder = sys.argv[1:]
+server = {"model_path": folder, "dtype": "float32", "max_total_tokens": 4096}
+with RolloutManager(1, launcher=RayLauncher(address), **server) as fleet:
+    (replica,) = fleet.replicas
+    pids, started = replica.pids, time.monotonic()
+    try:
+        RolloutManager(1, launcher=RayLauncher(address), **server)
+    except StartupError as error:
+        refusal = error.message
+    found = {"refusal": refusal, "soon": time.monotonic() - started < 60.0}
+    found |= {"state": replica.state.value, "same": replica.pids == pids, "restarts": replica.restarts}
+    print(json.dumps(found))
+"""
+
+
+def test_a_name_of_another_fleet_is_refused_soon(address: str, tiny: Callable[..., Path]) -> None:
+    """The other fleet goes on."""
+    command = [sys.executable, "-c", TWO_FLEETS, address, str(tiny("qwen3"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    refusal = found.pop("refusal")
+    assert found == {"soon": True, "state": "healthy", "same": True, "restarts": 0}
+    assert "another fleet uses the name verl_server_0_0" in refusal
+    assert "RayLauncher(namespace=...)" in refusal
 
 
 def test_a_replica_on_two_nodes(launcher: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:

@@ -7,8 +7,10 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -331,6 +333,42 @@ def test_requests_wait_while_another_program_has_all_files() -> None:
         assert attempts < 100, "attempts without files follow each other without a pause"
 
     asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_a_router_with_few_open_files_loses_no_request(tiny: Callable[..., Path]) -> None:
+    """Many first requests come at the same time, to a router process that may open 100 files.
+
+    It looks the name of the server up, which takes a file, and waits repeatedly for files.
+    """
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        await request.read()
+        if request.path != "/generate":
+            return web.json_response({"model_path": str(tiny("qwen3")), "weight_version": "0"})
+        await asyncio.sleep(0.2)
+        meta = {"weight_version": "0", "completion_tokens": 1, "finish_reason": {"type": "length", "length": 1}}
+        return web.json_response({"output_ids": [5], "text": "", "meta_info": meta})
+
+    async def run() -> None:
+        async with serving(web.Server(answer)) as url:
+            server = url.replace("127.0.0.1", "localhost")
+            command = ["--nofile=100:100", sys.executable, "-m", "verl_server.cli", "router", f"--replica={server}"]
+            env = {**os.environ, "VERL_SERVER_API_KEY": KEY}
+            process = await asyncio.create_subprocess_exec("prlimit", *command, stdout=asyncio.subprocess.PIPE, env=env)
+            try:
+                assert process.stdout is not None
+                router = (await process.stdout.readline()).decode().split()[1]
+                async with RouterClient(router, KEY) as client:
+                    request: Any = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+                    calls = [client.generate(**request) for _ in range(400)]
+                    replies = await asyncio.gather(*calls, return_exceptions=True)
+                lost = [reply for reply in replies if isinstance(reply, BaseException)]
+                assert not lost, (len(lost), lost[0])
+            finally:
+                process.terminate()
+                await process.wait()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
 @pytest.mark.parametrize("rid", [None, "sample-1"])

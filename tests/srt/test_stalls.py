@@ -100,6 +100,24 @@ def test_a_long_step_without_an_accelerator_is_no_stall() -> None:
     assert states_of(hung("cpu")) == {"healthy", "suspect", "dead"}
 
 
+def test_a_time_in_which_nobody_looked_is_no_stall() -> None:
+    """The process that observes was suspended. A server that has hung meanwhile is found later."""
+    unused: Any = None
+    replica = Replica("replica", unused, {}, unused, {})
+    server: Any = hung("cuda")
+    replica.adapter, replica._signs = server, SignsOfLife(server)
+    started, interval_s = time.monotonic(), look_interval_s(RECOVERY)
+    replica.observe(3, started, interval_s)
+    time.sleep(RECOVERY.stall_timeout_s + 0.2)
+    for _ in range(3):
+        assert classify_health(replica.observe(3, started, interval_s), RECOVERY) is ReplicaState.HEALTHY
+    seen = set()
+    while time.monotonic() < started + 3 * RECOVERY.stall_timeout_s:
+        seen.add(classify_health(replica.observe(3, started, interval_s), RECOVERY))
+        time.sleep(interval_s / 2)
+    assert ReplicaState.DEAD in seen
+
+
 def test_a_server_that_produces_tokens_is_not_asked() -> None:
     """No look for signs of life costs anything while tokens arrive or no request runs."""
     server = ObservedServer("cuda")

@@ -14,7 +14,7 @@ from verl_server.adapter.sglang.endpoints import Endpoint
 from verl_server.adapter.sglang.replies import prompt_limits, released_memory, remove_keys, require_success
 from verl_server.adapter.sglang.request_fields import require_known_fields, unlisted_fields
 from verl_server.adapter.sglang.requests import PromptLimits
-from verl_server.errors import NotReadyError
+from verl_server.errors import NotReadyError, ServerError
 from verl_server.types import Json, parse_weight_version
 
 T = TypeVar("T")
@@ -146,7 +146,10 @@ class ServerConnection:
         server_info = await self.get_resolved_args()
         model_path = str(server_info.get("model_path"))
         tokenizer_path = str(server_info.get("tokenizer_path") or model_path)
-        return prompt_limits(server_info, *read_model_configs(model_path, tokenizer_path))
+        try:
+            return prompt_limits(server_info, *read_model_configs(model_path, tokenizer_path))
+        except OSError as error:  # for example a process that may open no more files: a router tries again
+            raise ServerError(f"the files of the model cannot be read: {error}", url=self.base_url) from error
 
     async def require_known_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise BadInputError for a field of `/generate` that the server does not know.

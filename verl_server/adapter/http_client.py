@@ -318,7 +318,7 @@ class _Request:
     def _deadline_error(self) -> DeadlineError:
         seconds = self._timeout.total or self._timeout.sock_connect
         return DeadlineError(
-            f"{self._url} did not answer within {seconds:g} s. The server's process lives: the server has stalled, "
+            f"{self._url} did not answer within {seconds:g} s: the server has stalled, its machine cannot be reached, "
             f"or the {self._endpoint.kind.value} deadline in `timeouts` is too short for this model.",
             operation=self._endpoint.path,
             seconds=seconds,

@@ -72,6 +72,7 @@ class Replica:
         """Signs of life of its server."""
         self._last_idle_at = 0.0
         """Time at which it last had no requests or was paused."""
+        self._observed_at = time.monotonic()
 
     def use_server(self, adapter: HttpServerEngineAdapter) -> None:
         """Take a new server into use."""
@@ -146,7 +147,11 @@ class Replica:
         assert adapter is not None
         assert self._signs is not None
         is_paused = adapter.paused or bool(adapter.released_memory)
-        if is_paused or not running_requests:
+        was_suspended = (
+            now - self._observed_at > 4 * look_interval_s
+        )  # this process itself: nobody has looked meanwhile
+        self._observed_at = now
+        if is_paused or not running_requests or was_suspended:
             self._last_idle_at = now
         last_sign_at = quiet_since = max(last_progress_at, self._last_idle_at)
         if now - quiet_since >= look_interval_s:

@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 
 NAMESPACE = "verl_server"
+ENDING_S = 10.0
+"""Seconds within which the actors of a job that has ended are ended by Ray."""
 
 
 class RayLauncher:
@@ -138,7 +140,7 @@ class RayLauncher:
         check_abort: AbortCheck,
     ) -> Any:
         """Create an actor. Waits while an earlier actor of the same name has not ended yet."""
-        deadline = time.monotonic() + config.timeouts.start_s
+        started = time.monotonic()
         while True:
             try:
                 return (
@@ -154,14 +156,23 @@ class RayLauncher:
                     .remote()
                 )
             except ValueError as error:  # an actor has the name already
-                if time.monotonic() > deadline:
+                waited_s = time.monotonic() - started
+                if waited_s > config.timeouts.start_s or (waited_s > ENDING_S and self._answers(name)):
                     raise StartupError(
-                        f"another actor has the name {name} in the namespace {self._namespace}; use another namespace "
-                        "for each fleet"
+                        f"another fleet uses the name {name} in the namespace {self._namespace} of this Ray cluster; "
+                        "give each fleet a namespace of its own: RayLauncher(namespace=...)"
                     ) from error
                 if (reason := check_abort()) is not None:
                     raise reason from error
                 time.sleep(POLL_INTERVAL_S)
+
+    def _answers(self, name: str) -> bool:
+        """Whether the actor of this name lives."""
+        try:
+            ray.get(ray.get_actor(name, namespace=self._namespace).remote_server.remote(), timeout=ANSWER_TIMEOUT_S)
+        except (RayError, ValueError):
+            return False
+        return True
 
     def forget_replica(self, name: str) -> None:
         with self._lock:

@@ -16,6 +16,7 @@ from verl_server.config import AdapterConfig, RemoteServer, Timeouts
 from verl_server.errors import BadInputError, NotReadyError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStatus
+from verl_server.router.request_checks import is_out_of_files
 from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.router.rl_wire.server_calls import AwaitedError
 from verl_server.router.rl_wire.weight_record import WeightRecord
@@ -153,6 +154,8 @@ class ProbedServers:
             self._awaited_at[name] = time.monotonic()
             self.problems.pop(name, None)
         except Exception as error:  # noqa: BLE001 - any failure means that no usable server answers at this address
+            if is_out_of_files(error):  # this process cannot ask: that says nothing about the server
+                return
             problem = self._describe(error) or f"no answer within {PROBE_TIMEOUT_S:g} s"
             is_new = isinstance(error, NotReadyError) and problem != self.problems.get(name)
             if is_new or name not in self.problems:
@@ -180,7 +183,10 @@ class ProbedServers:
         return True
 
     async def _ask_info(self, name: str) -> None:
-        """Ask a server for its `/server_info`. A scheduler that is busy answers after a later probe."""
+        """Ask a server for its `/server_info`, and read its model's files before many requests need all open files.
+
+        A scheduler that is busy answers after a later probe.
+        """
         with contextlib.suppress(VerlServerError, TimeoutError):
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 server_info = await self._adapters[name].get_server_info()
@@ -193,6 +199,9 @@ class ProbedServers:
                 self._odd_infos[name] = problem
             else:
                 self.infos[name] = server_info
+                with contextlib.suppress(Exception):  # a request reads them again, and reports the error
+                    async with asyncio.timeout(PROBE_TIMEOUT_S):
+                        await self._adapters[name].connection.get_limits()
 
     async def _ask(self, name: str) -> Json:
         """SGLang's `/model_info` of a server. Raises the errors of the request."""
