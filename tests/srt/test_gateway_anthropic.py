@@ -535,7 +535,6 @@ for _ in range(250):
         ({"tool_choice": {"type": "any"}}, "'tool_choice' forces a call"),
         ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "names the tool 'sub'"),
         ({"tools": [ADD], "tool_choice": {"type": "tool"}}, "'name' must be a string"),
-        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use"),
         ({"tools": [{"name": "add"}]}, "tools.0: 'input_schema' must be"),
         ({"tools": [{"name": "add", "input_schema": DEEP}]}, "'input_schema' has too many levels"),
         ({"stream": "yes"}, "'stream' must be"),
