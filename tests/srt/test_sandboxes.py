@@ -543,3 +543,36 @@ def test_a_kernel_without_namespaces(end: str) -> None:
     done = subprocess.run([*command, WITHOUT_NAMESPACES, end], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "['writes']\ntime hello\n\n", done.stderr
     wait_until(lambda: not processes_with("4076"), 10.0, "a process is left")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("print(sum(map(int, input().split())))", 1.0),
+        ("print(3)", 0.0),  # the output of one case
+        ("import os; os._exit(0)", 0.0),
+        ("open('TASK.md', 'w').write('3')", 0.0),
+    ],
+)
+def test_the_reward_of_the_documentation_is_not_hacked(program: str, expected: float) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    example = next(part for part in page.split("```python\n") if "class Coding(Environment)" in part).partition("```")[
+        0
+    ]
+    names: dict[str, Any] = {}
+    exec(compile(example, "agents.md", "exec"), names)
+
+    async def run() -> float:
+        cases = [["1 2\n", "3"], ["4 5 6\n", "15"]]
+        environment = names["Coding"](
+            Task("sum", [{"role": "user", "content": "Write sum.py."}], data={"cases": cases})
+        )
+        await environment.setup()
+        try:
+            await environment.box.write_file("sum.py", program)
+            found: float = await environment.tests_pass(None)
+            return found
+        finally:
+            await environment.teardown()
+
+    assert asyncio.run(run()) == expected
