@@ -560,7 +560,7 @@ def test_the_reward_of_the_documentation_is_not_hacked(program: str, expected: f
         0
     ]
     names: dict[str, Any] = {}
-    exec(compile(example, "agents.md", "exec"), names)
+    exec(compile(example.partition("```")[0], "agents.md", "exec"), names)
 
     async def run() -> float:
         cases = [["1 2\n", "3"], ["4 5 6\n", "15"]]
