@@ -21,6 +21,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
+from verl_server.gateway.conversation import as_template_call, normalize_messages
 from verl_server.tiny import make_vision_model
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, load_session
 
@@ -462,3 +463,13 @@ def test_paths_that_are_almost_right(gateway: Gateway, policy: Policy) -> None:
         assert reply.json()["error"]["type"] == "not_found_error"
     assert httpx.put(f"{gateway.url}/v1/messages").json()["type"] == "error"
     assert "param" in post(gateway, key, "/v1/batches", body).json()["error"]
+
+
+def test_results_with_unknown_ids_belong_to_the_calls_in_their_order() -> None:
+    """Also if the calls repeat an id."""
+    for call_ids, result_ids in ((["f", "g", "f"], ["call_f", "call_g", "call_f"]), (["f", "g", "h"], ["x", "y", "z"])):
+        calls = [as_template_call(call_id, call_id, "{}") for call_id in call_ids]
+        results = [{"role": "tool", "tool_call_id": each, "content": str(n)} for n, each in enumerate(result_ids)]
+        turn, *found = normalize_messages([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
+        assert [result["content"] for result in found] == ["0", "1", "2"]
+        assert [result["tool_call_id"] for result in found] == [call["id"] for call in turn["tool_calls"]]

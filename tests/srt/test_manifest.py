@@ -16,6 +16,7 @@ from model_families import FAMILIES, ROUTER_BIAS, make_family_model, save_family
 from safetensors.torch import load_file, save_file
 
 from verl_server.errors import BadInputError, WeightManifestError
+from verl_server.platforms.parameter_dtypes import served_dtypes
 from verl_server.router.rl_wire.folders import read_served_manifest
 from verl_server.types import TensorSpec
 from verl_server.weights.checkpoint_names import CheckpointNames
@@ -199,6 +200,24 @@ def test_tied_tensors_are_compared_in_the_dtype_of_the_server(tied_manifest: Man
 
 
 REPORT = {"main": "bfloat16", "others": {"layers.*.mlp.gate.weight": ["float32"], "layers.*.mixer.A": ["float32"]}}
+
+
+@pytest.mark.parametrize(
+    ("served", "stored", "others"),
+    [
+        ("self_attn.qkv_conv1d", ("self_attn.q_conv1d", "self_attn.v_conv1d"), ("mlp.up_proj",)),
+        ("mlp.gate", ("mlp.router.gate", "mlp.up_proj"), ("self_attn.q_proj",)),
+        ("mixer.A", ("mixer.A_log",), ("mlp.up_proj",)),
+    ],
+)
+def test_a_parameter_that_an_engine_renames_or_fuses_keeps_its_dtype(
+    served: str, stored: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    """Too wide a dtype loses nothing."""
+    report = {"main": "bfloat16", "others": {f"layers.*.{served}.weight": ["float32"]}}
+    found = served_dtypes([report], [f"model.layers.2.{name}.weight" for name in (*stored, *others)])
+    assert all("float32" in found[f"model.layers.2.{name}.weight"] for name in stored)
+    assert all(found[f"model.layers.2.{name}.weight"] == {"bfloat16"} for name in others)
 
 
 def test_tensors_travel_in_the_dtypes_that_the_servers_report(tmp_path: Path) -> None:

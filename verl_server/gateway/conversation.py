@@ -216,7 +216,7 @@ def _match_results(results: Sequence[Json], ids: Sequence[str], waiting: dict[in
     for place, call_id in waiting.items():
         places[call_id].append(place)
     found = [queue.popleft() if (queue := places[result["tool_call_id"]]) else None for result in results]
-    free = iter([place for queue in places.values() for place in queue])
+    free = iter(sorted(place for queue in places.values() for place in queue))
     for number, result in enumerate(results):
         if found[number] is None and result["tool_call_id"] not in sent:
             found[number] = next(free, None)

@@ -39,18 +39,27 @@ def served_dtypes(reports: Iterable[Mapping[str, Any]], names: Iterable[str]) ->
     """By name of a checkpoint's tensor: the dtypes of the parameters into which the reporting servers load it.
 
     A reported parameter without a tensor of its name counts for all tensors that are directly in the same module:
-    SGLang computes Mamba's `mixer.A` from `mixer.A_log`.
+    SGLang computes Mamba's `mixer.A` from `mixer.A_log`. If the checkpoint has no such module, it counts for all
+    tensors in the module around it: SGLang's `self_attn.qkv_conv1d` is `q_conv1d`, `k_conv1d` and `v_conv1d`.
     """
     patterns = {name: _pattern_of(name) for name in names}
     known, found = frozenset(patterns.values()), {name: set[str]() for name in patterns}
+    modules = {pattern.rpartition(".")[0] for pattern in known}
     for report in reports:
         others: Mapping[str, list[str]] = report["others"]
         by_module: defaultdict[str, set[str]] = defaultdict(set)
+        around: defaultdict[str, set[str]] = defaultdict(set)
         for pattern in others.keys() - known:
-            by_module[pattern.rpartition(".")[0]].update(others[pattern])
+            if (module := pattern.rpartition(".")[0]) in modules:
+                by_module[module].update(others[pattern])
+                continue
+            while module and not any(each.startswith(f"{module}.") for each in known):
+                module = module.rpartition(".")[0]
+            around[f"{module}."].update(others[pattern] if module else ())
         main = () if report["main"] is None else (report["main"],)
         for name, pattern in patterns.items():
             found[name].update(others.get(pattern, main), by_module.get(pattern.rpartition(".")[0], ()))
+            found[name].update(*(dtypes for prefix, dtypes in around.items() if pattern.startswith(prefix)))
     return found
 
 

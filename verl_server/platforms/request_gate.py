@@ -14,6 +14,8 @@ from typing import Any
 
 MAX_GENERATIONS = 16_384
 """Maximum number of generations of one request: prompts times `n`. SGLang makes a state for each of them first."""
+WARMUP_VOCABULARY = 13
+"""SGLang's own first request has the tokens 10, 11 and 12, whatever the vocabulary is. Embeddings have padding."""
 MAX_INT = 2**31 - 1
 MAX_FLOAT = 1e30
 """Largest number of a request: divided by the smallest temperature (1e-6), it still fits a float32."""
@@ -72,7 +74,8 @@ def check_tokenized(tokenized: Any, manager: Any, obj: Any, *_args: Any, **_kwar
     if tokenized.input_ids is not None and not num_tokens:
         raise ValueError("the prompt is empty: it needs at least one token")
     # A prompt with media holds ids that SGLang's processors made, which the scheduler replaces.
-    _check_list("the prompt", (obj if tokenized.mm_inputs is not None else tokenized).input_ids or (), vocab_size)
+    prompt = (obj if tokenized.mm_inputs is not None else tokenized).input_ids or ()
+    _check_list("the prompt", prompt, max(vocab_size, WARMUP_VOCABULARY))
     for name, value in (*_fields(request), *_fields(request.sampling_params)):
         if name not in _OPAQUE:
             _check_value(name, value, vocab_size, num_tokens)

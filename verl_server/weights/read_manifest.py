@@ -97,7 +97,13 @@ def _tied_names(required: Iterable[str], tensors: Mapping[str, TensorSpec], conf
     if OUTPUT_HEAD in tensors:
         shape = tensors[OUTPUT_HEAD].shape
     embeddings = [name for name in required if tensors[name].shape == shape]
+    if len(embeddings) > 1:  # the vocabulary is as large as another dimension
+        embeddings = [name for name in embeddings if name.endswith(EMBEDDINGS)]
     return (OUTPUT_HEAD, embeddings[0]) if len(embeddings) == 1 else None
+
+
+#: Ends of the names of input embeddings in checkpoints.
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 
 def _configured_dtype(argument: str, config: Any) -> str | None:
