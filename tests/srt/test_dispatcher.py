@@ -1546,7 +1546,7 @@ async def forwarding_router(answer: Callable[[web.BaseRequest], Any]) -> AsyncIt
 
 @pytest.mark.parametrize("accepted", ["gzip", "identity", None])
 def test_compressed_answers_are_forwarded(accepted: str | None) -> None:
-    """With their header, and only if the caller accepts one. A compressed request is refused: it may grow without end."""
+    """With their header, and only if the caller accepts one. Compressed requests are refused: they may grow."""
     requests: list[bytes] = []
     text = orjson.dumps({"text": "answer " * 1000})
 
