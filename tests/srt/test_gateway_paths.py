@@ -226,7 +226,8 @@ def test_a_call_that_cannot_be_repeated_stays_in_the_text(make: MakeGateway, tex
 def test_text_after_a_call_is_in_the_reply(make: MakeGateway) -> None:
     gateway = make(lambda prompt: 'Before<tool_call>{"name": "add", "arguments": {}}</tool_call>after')
     _, key = gateway.create_session()
-    reply = ask(gateway, key, [user("a")])
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    reply = ask(gateway, key, [user("a")], tools=[add])
     assert message_of(reply)["content"] == "Before\nafter"
     assert len(reply.json()["choices"][0]["message"]["tool_calls"]) == 1
 
