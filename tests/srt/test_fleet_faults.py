@@ -662,8 +662,8 @@ def test_the_event_loop_runs_while_the_servers_are_asked_for_their_lora_adapters
         def next_call_id(self, operation: str) -> str:
             return operation
 
-        async def agree_async(self, _: str, action: Callable[[Any], Any], **_options: object) -> Any:
-            return await action([{}])
+        async def agree_async(self, _id: str, action: Callable[[Any], Any], *, contribution: Any, **_: object) -> Any:
+            return await action([contribution])
 
     async def reply(**request: Any) -> Any:
         return request

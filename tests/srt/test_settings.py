@@ -389,7 +389,7 @@ def test_sampling_params_are_converted(given: Any, sent: Any) -> None:
     [
         ({"top_k": 2**31}, "['top_k'] must be a whole number from -1 to 2**31 - 1, got 2147483648"),
         ({"stop_token_ids": [-1]}, "['stop_token_ids'] must be a list of token ids, got [-1]"),
-        ({"stop_regex": ["a", "("]}, "['stop_regex'] must be a regular expression or a list of regular expressions"),
+        ({"stop_regex": ["a", "("]}, "['stop_regex'] must be a regular expression of at most"),
         ({"stop_token_ids": "5"}, "['stop_token_ids'] must be a list of token ids, got '5'"),
         ({"logit_bias": {42: float("-inf")}}, "write -1e9 instead of minus infinity, got {42: -inf}"),
         ({"logit_bias": {"4": "high"}}, "['logit_bias'] must be a dict of finite numbers by token id"),

@@ -86,8 +86,6 @@ class HttpClient:
         relies on: the reply is then not used, and the call raises ServerError. None: any process may answer."""
         self._processes: list[str] = []
         """Ids of the server processes that have answered, in the order of their first replies."""
-        self._is_shared = False
-        """Whether an earlier process has answered after a later one."""
         raise_open_file_limit()
 
     async def call(self, endpoint: Endpoint, payload: Any = None) -> Any:
@@ -189,8 +187,7 @@ class HttpClient:
                     "weights of its checkpoint",
                     url=url,
                 )
-        self._is_shared |= process != known[-1]
-        if self._is_shared:
+        if process != known[-1]:  # also a late reply of a server that another one has replaced
             raise ServerError(f"several servers answer at {url} in turns: {ONE_SERVER}", url=url)
 
     def pool(self) -> _Pool:

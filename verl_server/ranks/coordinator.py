@@ -244,14 +244,16 @@ class RankCoordinator:
             self._fail_call(call_id, error)
             self._fail_call(other_call, error)
 
-    def _fail_call(self, call_id: str, error: VerlServerError, interrupt: BaseException | None = None) -> None:
-        """On rank 0: end a call on all ranks, unless all have arrived at it.
+    def _fail_call(self, call_id: str, error: VerlServerError, interrupt: BaseException | None = None) -> bool:
+        """On rank 0: end a call on all ranks. Returns False, and does nothing, if all have arrived at it.
 
         `interrupt`: what rank 0 raises instead of `error`.
         """
         outcome = {"error": to_wire(error)}
-        if self._calls.fail(call_id, outcome, interrupt or copy.copy(error)):
+        has_failed = self._calls.fail(call_id, outcome, interrupt or copy.copy(error))
+        if has_failed:
             self._send_to_all({"call_id": call_id, "outcome": outcome})
+        return has_failed
 
     def send_outcome(self, call_id: str, outcome: Json) -> None:
         """On rank 0: send `{"result": ...}` or `{"error": ...}` of a call to all ranks.
@@ -265,12 +267,17 @@ class RankCoordinator:
             raise
 
     def _leave(self, call_id: str, interrupt: BaseException) -> None:
-        """`interrupt` ends the wait of this rank in a call: the call fails on all ranks, unless all have arrived."""
+        """`interrupt` ends the wait of this rank in a call: the call fails on all ranks.
+
+        If all ranks have arrived already, the others wait for the outcome of rank 0, which makes none any more.
+        """
         wire = to_peer_wire(interrupt, self.rank)
         if self.rank != 0:
             self._channels[0].send({"call_id": call_id, "left": wire})
         else:
-            self._fail_call(call_id, from_wire(wire), interrupt)
+            error = from_wire(wire)
+            if not self._fail_call(call_id, error, interrupt):
+                self._send_to_all({"call_id": call_id, "outcome": {"error": to_wire(error)}})
 
     def _outcome_timeout_s(self, action_timeout_s: float | None) -> float:
         return self.arrival_timeout_s + (action_timeout_s or 0.0) + OUTCOME_SLACK_S

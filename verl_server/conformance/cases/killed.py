@@ -28,6 +28,7 @@ from verl_server.conformance.other_processes import (
 )
 from verl_server.conformance.reference import Weights, describe_gap
 from verl_server.conformance.served import ServedWeights
+from verl_server.errors import ServerError
 
 Step = Literal["loading", "finishing"]
 TRAINER_S = 240.0
@@ -42,7 +43,10 @@ def trainer_killed(step: Step, trial: Trial) -> str:
     """Kill a second trainer when its request of `step` reaches the server, then push with a third trainer."""
     path = trial.system.load_path if step == "loading" else trial.system.finish_path
     old, new, last = (trial.reference.weights(seed) for seed in (91, 92, 93))
-    trial.system.update(old)
+    try:
+        trial.system.update(old)
+    except ServerError:  # another trainer has pushed in an earlier case: an engine may say so once
+        trial.system.update(old)
     pid = _push_and_die(trial, path, new)
     request = ServedWeights(trial)
     served = request.describe({"the old weights": old, "the new weights": new})
