@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
+import orjson
 import pytest
 import zstandard
 from agent_helpers import ScriptedGenerateFn, call_text
@@ -22,6 +24,7 @@ from transformers import AutoProcessor, AutoTokenizer
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import as_template_call, normalize_messages
+from verl_server.gateway.dialects.known_items import KnownItems, NoObjectError
 from verl_server.tiny import make_vision_model
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, load_session
 
@@ -473,3 +476,15 @@ def test_results_with_unknown_ids_belong_to_the_calls_in_their_order() -> None:
         turn, *found = normalize_messages([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
         assert [result["content"] for result in found] == ["0", "1", "2"]
         assert [result["tool_call_id"] for result in found] == [call["id"] for call in turn["tool_calls"]]
+
+
+def test_half_a_character_does_not_end_a_conversation() -> None:
+    """Agents cut results of tools within an emoji, and send the same history with every later request."""
+    texts = [r"cut \ud83d", r"\ude00 cut", r"whole \ud83d\ude00", r"no escape \\ud83d", "é"]
+    wanted = ["cut \ufffd", "\ufffd cut", "whole \U0001f600", r"no escape \ud83d", "é"]
+    messages = ",".join(f'{{"role":"tool","content":"{text}"}}' for text in texts)
+    body = KnownItems().parse(f'{{"model":"m","messages":[{messages}]}}'.encode())
+    assert [message["content"] for message in body.fields["messages"]] == wanted
+    for wrong in (r'{"a": NaN, "b": "\ud83d"}', r'{"b": "\ud83d"', r'["\ud83d"]'):
+        with pytest.raises((orjson.JSONDecodeError, NoObjectError, msgspec.DecodeError)):
+            KnownItems().parse(wrong.encode())

@@ -8,6 +8,7 @@ object (`derive`) is not computed again. For an object that is repeated, only it
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -83,14 +84,19 @@ class KnownItems:
         """Estimated memory of the objects in `_latest`, in bytes."""
 
     def parse(self, raw: bytes) -> ParsedBody:
-        """Parse a body.
+        """Parse a body. Half of a character outside of the basic plane, which agents cut from results, becomes U+FFFD.
 
         Raises `orjson.JSONDecodeError`, NoObjectError, and GatewayError for a value with too many levels.
         """
         try:
             return self._parse(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, orjson.JSONDecodeError, RecursionError):
-            body = orjson.loads(raw)  # its error has the position in the whole body
+            try:
+                body = orjson.loads(raw)  # its error has the position in the whole body
+            except orjson.JSONDecodeError as error:
+                if "surrogate" not in str(error):
+                    raise
+                return self._parse(_without_lone_surrogates(raw, error))
             if not isinstance(body, dict):
                 raise NoObjectError from None
             require_recordable("body", body)
@@ -140,3 +146,16 @@ def _is_list_of_objects(value: memoryview) -> bool:
     if value[0] != ord("["):
         return False
     return next((byte for byte in value[1:] if byte not in _SPACE), None) == ord("{")
+
+
+def _without_lone_surrogates(raw: bytes, error: orjson.JSONDecodeError) -> bytes:
+    """The body with U+FFFD in place of lone surrogates, which no tokenizer reads. Raises `error` for other bodies."""
+
+    def refuse(_: str) -> None:
+        raise error
+
+    try:
+        text = json.dumps(json.loads(raw, parse_constant=refuse), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        raise error from None
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
