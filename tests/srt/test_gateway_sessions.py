@@ -119,7 +119,6 @@ def test_the_admin_api_limits_the_size_of_a_body(gateway: Gateway) -> None:
         ('{"expires_in_s": NaN}', "JSON"),
         ('{"expires_in_s": 1e999}', "JSON"),
         ('{"expires_in_s": -1}', "expires_in_s"),
-        ('{"metadata": "\\ud800"}', "JSON"),
         ('{"metadata": "sk-secret"}', "metadata"),
         ("[]", "object"),
         ("", "JSON"),

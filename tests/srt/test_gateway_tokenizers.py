@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from gateway_commands import SHORT, ask, forward, is_ready
-from helpers import adapter_of, remote_server_of, wait_until
+from helpers import adapter_of, reference_model, remote_server_of, wait_until
 from tokenizers.normalizers import Lowercase
 from transformers import AutoTokenizer
 
@@ -63,7 +63,11 @@ def problems_of(gateway: Gateway) -> dict[str, str]:
 def test_a_server_with_another_tokenizer_gets_no_requests(
     shared_engine: VerlEngine, tiny: Callable[..., Path], other_server: RemoteServer, other_path: str, tmp_path: Path
 ) -> None:
-    """Both servers have answered before the gateway knows its tokenizer, which is that of one of them."""
+    """Both servers have answered before the gateway knows its tokenizer, which is that of one of them.
+
+    One server has newer weights, too: an update does not end the difference of the tokenizers, which is the one named.
+    """
+    shared_engine.update_weights_from_tensor(reference_model(tiny("qwen3")).state_dict())
     servers = DiscoveredServers([remote_server_of(adapter_of(shared_engine)), other_server])
     with Gateway(servers, tmp_path / "run", limits=LIMITS) as gateway:
         wait_until(lambda: is_ready(gateway.url), 60, "not ready")

@@ -147,9 +147,10 @@ class ProbedServers:
             version = parse_weight_version(info.get("weight_version"))
             if self._weights is not None:
                 self._weights.note_version(pool, name, version)
-                self._weights.require_current(name, version)
-            if self._check is not None:
+            if self._check is not None:  # first: an update does not end what it finds, for example another tokenizer
                 await self._check(name, info, self._answering_since.setdefault(name, time.monotonic()))
+            if self._weights is not None:
+                self._weights.require_current(name, version)
             pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
             self._awaited_at[name] = time.monotonic()
             self.problems.pop(name, None)
