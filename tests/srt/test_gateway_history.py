@@ -139,35 +139,99 @@ def returned(dialect: str, reply: Any) -> list[Any]:
 def test_a_conversation_goes_on_after_content_that_the_policy_cannot_see(
     gateway: Gateway, policy: Policy, dialect: str, in_result: bool
 ) -> None:
-    policy.turns = [call_text("add", a=1), "Done."]
-    tools = {"chat": TOOLS, "anthropic": ANTHROPIC_TOOLS, "responses": FLAT_TOOLS}[dialect]
     for block, shown in BLOCKS[dialect]:
-        info, key = gateway.create_session()
-        content = [block, {"type": "input_text" if dialect == "responses" else "text", "text": "Look."}]
-        user: Any = {"role": "user", "content": "Go." if in_result else content}
-        turn = returned(dialect, ask(gateway, key, dialect, [user], tools=tools))
-        if dialect == "chat":
-            call_id = turn[0]["tool_calls"][0]["id"]
-            result: Any = {"role": "tool", "tool_call_id": call_id, "content": content if in_result else "3"}
-        elif dialect == "anthropic":
-            part = {"type": "tool_result", "tool_use_id": turn[0]["content"][-1]["id"]}
-            result = {"role": "user", "content": [{**part, "content": content if in_result else "3"}]}
-        else:
-            part = {"type": "function_call_output", "call_id": turn[-1]["call_id"]}
-            result = {**part, "output": content if in_result else "3"}
-        history = [user, *turn, result]
-        history += returned(dialect, ask(gateway, key, dialect, history, tools=tools))
-        history.append({"role": "user", "content": "More."})
-        if dialect == "anthropic":
-            counted = post(gateway, key, "/v1/messages/count_tokens", {"model": "m", "messages": history})
-            assert counted.status_code == 200, counted.text
-        ask(gateway, key, dialect, history, tools=tools)
+        graph = hold_conversation(gateway, policy, dialect, block, in_result)
         assert shown in policy.prompts[-1]
-        graph = graph_of(gateway, info.id)
-        assert len(graph.leaves) == 1, block
         noted = [note for note in graph.notes if note.name == "omitted"]
         assert [list(note.value.values()) for note in noted] == ([[1]] if shown.startswith("[") else [])
         assert all("omitted" not in message for node in graph.nodes for message in node.message.get("messages", ()))  # type: ignore[union-attr]
+
+
+def hold_conversation(gateway: Gateway, policy: Policy, dialect: str, block: Any, in_result: bool) -> TrajectoryGraph:
+    """A conversation of three turns with a block in its first message or in a result, which is repeated."""
+    policy.turns = [call_text("add", a=1), "Done."]
+    tools = {"chat": TOOLS, "anthropic": ANTHROPIC_TOOLS, "responses": FLAT_TOOLS}[dialect]
+    info, key = gateway.create_session()
+    content = [block, {"type": "input_text" if dialect == "responses" else "text", "text": "Look."}]
+    user: Any = {"role": "user", "content": "Go." if in_result else content}
+    turn = returned(dialect, ask(gateway, key, dialect, [user], tools=tools))
+    if dialect == "chat":
+        call_id = turn[0]["tool_calls"][0]["id"]
+        result: Any = {"role": "tool", "tool_call_id": call_id, "content": content if in_result else "3"}
+    elif dialect == "anthropic":
+        part = {"type": "tool_result", "tool_use_id": turn[0]["content"][-1]["id"]}
+        result = {"role": "user", "content": [{**part, "content": content if in_result else "3"}]}
+    else:
+        part = {"type": "function_call_output", "call_id": turn[-1]["call_id"]}
+        result = {**part, "output": content if in_result else "3"}
+    history = [user, *turn, result]
+    history += returned(dialect, ask(gateway, key, dialect, history, tools=tools))
+    history.append({"role": "user", "content": "More."})
+    if dialect == "anthropic":
+        counted = post(gateway, key, "/v1/messages/count_tokens", {"model": "m", "messages": history})
+        assert counted.status_code == 200, counted.text
+    ask(gateway, key, dialect, history, tools=tools)
+    graph = graph_of(gateway, info.id)
+    assert len(graph.leaves) == 1, block
+    return graph
+
+
+def picture(size: tuple[int, int] = (64, 64), image_format: str = "PNG", mode: str = "RGB") -> bytes:
+    buffer = io.BytesIO()
+    Image.effect_noise(size, 50).convert(mode).save(buffer, image_format)
+    return buffer.getvalue()
+
+
+GOOD = base64.b64encode(picture()).decode()
+READABLE = {
+    "png": GOOD,
+    "lines": "\r\n".join(GOOD[start : start + 76] for start in range(0, len(GOOD), 76)) + "\n",
+    "palette": base64.b64encode(picture(image_format="GIF", mode="P")).decode(),
+    "CMYK": base64.b64encode(picture(image_format="JPEG", mode="CMYK")).decode(),
+}
+BROKEN_PNG = picture()[:60] + b"\xff" * 40 + picture()[100:]
+UNREADABLE = {
+    "HTML": base64.b64encode(b"<!doctype html><p>404").decode(),
+    "nothing": "",
+    "cut": base64.b64encode(picture()[:-400]).decode(),
+    "cut JPEG": base64.b64encode(picture(image_format="JPEG")[:-400]).decode(),
+    "damaged": base64.b64encode(BROKEN_PNG).decode(),
+    "header only": base64.b64encode(picture()[:20]).decode(),
+    "strip": base64.b64encode(picture((1, 400))).decode(),
+    "BMP": base64.b64encode(picture(image_format="BMP")).decode(),
+    "no base64": "?" + GOOD,
+    "cut base64": GOOD[:-3],
+    "no Latin": GOOD[:9] + "\u3042" + GOOD[9:],
+}
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, Policy]]:
+    folder = tmp_path_factory.mktemp("vision")
+    processor = AutoProcessor.from_pretrained(make_vision_model(folder / "model", "qwen2_5_vl"))
+    policy, limits = Policy(processor.tokenizer), RolloutLimits(max_context_tokens=20_000)
+    with Gateway(policy, folder / "run", renderer=get_renderer(processor), limits=limits) as gateway:
+        yield gateway, policy
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize("in_result", [False, True])
+def test_a_conversation_with_a_policy_with_vision_goes_on_after_an_image_that_cannot_be_read(
+    vision: tuple[Gateway, Policy], dialect: str, in_result: bool
+) -> None:
+    for name, data in {**READABLE, **UNREADABLE}.items():
+        url = f"data:image/png;base64,{data}"
+        block: Any = {
+            "chat": {"type": "image_url", "image_url": {"url": url}},
+            "anthropic": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+            "responses": {"type": "input_image", "image_url": url},
+        }[dialect]
+        graph = hold_conversation(*vision, dialect, block, in_result)
+        assert len(graph.images(graph.leaves[0])) == (name in READABLE), name
+        noted = [note.value for note in graph.notes if note.name == "omitted"]
+        assert noted == ([] if name in READABLE else [{"image": 1}]), name
+        shown = "[image omitted: it cannot be read]Look." in vision[1].prompts[-1]
+        assert shown == (name in UNREADABLE), name
 
 
 def test_items_of_any_type_are_texts(gateway: Gateway, policy: Policy) -> None:
@@ -187,7 +251,6 @@ def test_items_of_any_type_are_texts(gateway: Gateway, policy: Policy) -> None:
         ("chat", {"type": "text", "text": 5}),
         ("chat", {"type": "image_url", "image_url": {}}),
         ("chat", {"text": "a"}),
-        ("anthropic", {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "?"}}),
         ("anthropic", {"type": "image"}),
         ("responses", {"type": "input_text"}),
         ("responses", {"type": "input_image", "image_url": 5}),
@@ -200,21 +263,18 @@ def test_malformed_content_is_refused(gateway: Gateway, dialect: str, block: Any
     assert post(gateway, key, PATHS[dialect], body).status_code == 400
 
 
-def test_a_policy_with_vision_keeps_its_images(tmp_path: Path) -> None:
-    processor = AutoProcessor.from_pretrained(make_vision_model(tmp_path / "model", "qwen2_5_vl"))
-    policy = Policy(processor.tokenizer)
+def test_a_policy_with_vision_keeps_its_images(vision: tuple[Gateway, Policy]) -> None:
+    gateway, policy = vision
     policy.turns = ["Yes."]
-    limits = RolloutLimits(max_context_tokens=20_000)
-    with Gateway(policy, tmp_path / "run", renderer=get_renderer(processor), limits=limits) as gateway:
-        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": pixel(64)}}
-        document = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": PDF}}
-        by_url = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
-        info, key = gateway.create_session()
-        history = [{"role": "user", "content": [image, document, by_url]}]
-        history += returned("anthropic", ask(gateway, key, "anthropic", history, system=[image, document]))
-        history.append({"role": "user", "content": "b"})
-        ask(gateway, key, "anthropic", history, system=[image, document])
-        graph = graph_of(gateway, info.id)
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": pixel(64)}}
+    document = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": PDF}}
+    by_url = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
+    info, key = gateway.create_session()
+    history = [{"role": "user", "content": [image, document, by_url]}]
+    history += returned("anthropic", ask(gateway, key, "anthropic", history, system=[image, document]))
+    history.append({"role": "user", "content": "b"})
+    ask(gateway, key, "anthropic", history, system=[image, document])
+    graph = graph_of(gateway, info.id)
     assert (len(graph.leaves), len(graph.images(graph.leaves[0]))) == (1, 1)
     assert [note.value for note in graph.notes if note.name == "omitted"] == [{"image": 2, "document": 2}]
 

@@ -16,7 +16,8 @@ from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.dialects.fields import bad_request, read_text, require_recordable
 from verl_server.gateway.dialects.known_items import derive
 from verl_server.gateway.errors import GatewayError
-from verl_server.trajectory.rendering.messages import IMAGE_TYPES, Message
+from verl_server.trajectory.rendering.images import DATA_PREFIX
+from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.types import Json
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -25,6 +26,8 @@ THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 """Types of thoughts. They are dropped: the recorded tokens of a turn contain its thought."""
 CALLS = ("tool_use", "tool_result")
 """Types of the blocks of Anthropic's messages that are no content of the message around them."""
+UNREADABLE = "it cannot be read"
+"""Why an image is left out that is no image, or that the model does not take."""
 MAX_KIND_CHARS = 40
 """Maximum number of characters of a type in a text for the policy."""
 
@@ -40,11 +43,7 @@ def read_content(content: Any, name: str = "content", *, has_images: bool = True
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise bad_request(f"{name!r} must be a string or a list of content parts")
     parts = [part for index, item in enumerate(content) for part in read_part(item, f"{name}[{index}]")]
-    return _joined(parts if has_images else list(map(_as_text, parts)))
-
-
-def _as_text(part: Json) -> Json:
-    return _omitted("image", "the model reads no images") if part.get("type") in IMAGE_TYPES else part
+    return _joined(parts if has_images else _without_images(parts, lambda source: "the model reads no images"))
 
 
 def _joined(parts: Sequence[Json]) -> Json:
@@ -68,9 +67,11 @@ def read_part(part: Json, name: str) -> list[Json]:
         return []
     if kind in ("image", "image_url", "input_image"):
         url = _image_url(part, name)
-        is_here = url is not None and url.startswith("data:image/")
-        image = {"type": "image_url", "image_url": {"url": url}}
-        return [image if is_here else _omitted("image", "the gateway downloads no files")]
+        if url is None or url[: len(DATA_PREFIX)].lower() != DATA_PREFIX:
+            return [_omitted("image", "the gateway downloads no files")]
+        head, _, encoded = url.partition(",")
+        url = f"{head.lower()},{''.join(encoded.split())}"  # lines of base64, as in mails, which engines refuse
+        return [{"type": "image_url", "image_url": {"url": url}}]
     return _texts_within(part, name) or [_omitted(kind, "the model cannot read it")]
 
 
@@ -86,12 +87,7 @@ def _image_url(part: Json, name: str) -> str | None:
     if isinstance(source, dict) and isinstance(source.get("type"), str):
         if source["type"] != "base64":
             return None
-        data = read_text(source, "data")
-        try:
-            base64.b64decode(data, validate=True)
-        except ValueError as error:
-            raise bad_request(f"'{name}.source.data' must be base64: {error}") from None
-        return f"data:{read_text(source, 'media_type')};base64,{data}"
+        return f"data:{read_text(source, 'media_type', default='')};base64,{read_text(source, 'data')}"
     url = image.get("url") if isinstance(image, dict) else image
     if url is None and isinstance(part.get("file_id"), str):
         return None
@@ -121,24 +117,41 @@ def _texts_within(part: Json, name: str) -> list[Json]:
 def _decoded(data_url: str) -> str | None:
     """The text of a data URL. None if it is no base64 of a text."""
     try:
-        return base64.b64decode(data_url.partition(",")[2], validate=True).decode()
+        return decode_base64(data_url.partition(",")[2]).decode()
     except ValueError:
         return None
 
 
-def without_images(request: TurnRequest) -> TurnRequest:
-    """The request for a policy that reads no images: each image becomes a text, as other parts do."""
+def decode_base64(text: str) -> bytes:
+    """The bytes of base64, which may have white space. Raises ValueError."""
+    return base64.b64decode("".join(text.split()), validate=True)
+
+
+def replace_images(request: TurnRequest, reason_of: Callable[[str], str | None]) -> TurnRequest:
+    """The request with a text in place of each image that the policy does not read.
+
+    `reason_of`: why it does not read the image of a source (`image_sources`). None if it does.
+    """
     if all(isinstance(message.get("content"), str) for message in request.messages):
         return request
-    return dataclasses.replace(request, messages=[_without_images(message) for message in request.messages])
+    messages = [_with_texts(message, reason_of) for message in request.messages]
+    return dataclasses.replace(request, messages=messages)
 
 
-def _without_images(message: Message) -> Message:
+def _with_texts(message: Message, reason_of: Callable[[str], str | None]) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    joined = _joined(list(map(_as_text, content)))
+    joined = _joined(_without_images(content, reason_of))
     return {**message, **joined, "omitted": [*message.get("omitted", ()), *joined.get("omitted", ())]}
+
+
+def _without_images(parts: Sequence[Json], reason_of: Callable[[str], str | None]) -> list[Json]:
+    shown = list[Json]()
+    for part in parts:
+        reason = next(map(reason_of, image_sources({"content": [part]})), None)
+        shown.append(part if reason is None else _omitted("image", reason))
+    return shown
 
 
 def read_tools(tools: Sequence[Json], parse: Callable[[Json], Json | None]) -> tuple[list[Json], list[str]]:

@@ -21,6 +21,7 @@ from verl_server.agent.limits import EpisodeStopped
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
 from verl_server.gateway.dialects.known_items import KnownItems
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
+from verl_server.gateway.image_check import ImageCheck
 from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.conversation_labels import RootForkReasons
 from verl_server.gateway.sessions.generation import Client, Generation
@@ -52,8 +53,7 @@ from verl_server.gateway.turn_text.sampled_calls import SampledCalls
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
 from verl_server.trajectory.nodes import ForkReason, Node
-from verl_server.trajectory.rendering.messages import Message
-from verl_server.trajectory.rendering.vision_renderer import VisionRenderer, have_images, read_images
+from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.types import Json
 
 
@@ -90,6 +90,7 @@ class Session:
         self._turns = Turns(self._recorded_turns)
         self._lock = asyncio.Lock()
         """Held while the prompt of a request is rendered and recorded."""
+        self.images = ImageCheck(state.renderer)
         self.known_items = KnownItems()
         """Messages and tools of the latest requests."""
         self._reply_nodes, self._num_known_replies = dict[str, int](), 0
@@ -230,11 +231,6 @@ class Session:
         await asyncio.gather(*(generation.task for generation in self._turns), return_exceptions=True)
 
     @property
-    def reads_images(self) -> bool:
-        """Whether the policy reads images."""
-        return isinstance(self._renderer, VisionRenderer)
-
-    @property
     def failure(self) -> Exception | None:
         """Why the last request without a turn failed, see `Turns.failure`."""
         return self._turns.failure
@@ -284,7 +280,7 @@ class Session:
             omitted.update(f"tool {kind}" for kind in (request.omitted_tools if is_root else ()))
             messages, token_ids = await self._render(cursor, messages, request)
             self._require_open()
-            self._state.has_images |= have_images(messages, self._renderer)
+            self._state.has_images |= any(map(image_sources, messages))
             content: Json = {"messages": [dict(message) for message in messages]}
             if is_root:
                 content["tools"] = list(request.tools)
@@ -321,13 +317,12 @@ class Session:
             before[0], *messages = self._calls.as_issued(node.id, before[0], messages)
 
         def render() -> tuple[Sequence[Message], list[int]]:
-            have_images(messages, self._renderer)  # refuses images that the model cannot see, before they are decoded
-            shown, tools = read_images(messages, self._renderer), list(request.tools) or None
-            sampled = self._calls.as_sampled(before, shown)  # not recorded: agents have the ids of the gateway
+            tools = list(request.tools) or None
+            sampled = self._calls.as_sampled(before, messages)  # not recorded: agents have the ids of the gateway
             renderer = self._renderer.with_arguments(request.template_arguments)
             if node is None:
-                return shown, renderer.render_prompt(sampled, tools)
-            return shown, renderer.render_next_turn(sampled, node.token_ids, preceding, tools)
+                return messages, renderer.render_prompt(sampled, tools)
+            return messages, renderer.render_next_turn(sampled, node.token_ids, preceding, tools)
 
         return await run_aside(is_short_prompt(messages, request.num_bytes if node is None else None), render)
 
