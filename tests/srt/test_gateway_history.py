@@ -18,6 +18,7 @@ import orjson
 import pytest
 import zstandard
 from agent_helpers import ScriptedGenerateFn, call_text
+from helpers import chat_tokenizer
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
@@ -277,6 +278,73 @@ def test_a_policy_with_vision_keeps_its_images(vision: tuple[Gateway, Policy]) -
     graph = graph_of(gateway, info.id)
     assert (len(graph.leaves), len(graph.images(graph.leaves[0]))) == (1, 1)
     assert [note.value for note in graph.notes if note.name == "omitted"] == [{"image": 2, "document": 2}]
+
+
+# -- a conversation that ends with the assistant ----------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["generic", "family"])
+def either(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Gateway, Policy, bool]]:
+    """A gateway, its policy, and whether its renderer appends messages of the assistant to a recorded path."""
+    folder, is_generic = tmp_path_factory.mktemp("either"), request.param == "generic"
+    tokenizer = chat_tokenizer(folder)
+    renderer = ChatRenderer(tokenizer) if is_generic else get_renderer(tokenizer, "qwen3")
+    policy, limits = Policy(tokenizer), RolloutLimits(max_context_tokens=20_000)
+    with Gateway(policy, folder / "run", renderer=renderer, limits=limits) as gateway:
+        yield gateway, policy, is_generic
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_the_policy_begins_a_turn_after_a_message_of_the_assistant(
+    either: tuple[Gateway, Policy, bool], dialect: str, is_joined: bool
+) -> None:
+    """Clients write such a message at a limit of steps, or as the beginning of the turn."""
+    gateway, policy, is_generic = either
+    policy.turns = ["First.", "Second.", "Third.", "Fourth."]
+    info, key = gateway.create_session()
+    history = [{"role": "user", "content": "Go."}]
+    history += returned(dialect, ask(gateway, key, dialect, history))
+    history += [{"role": "user", "content": "On."}, {"role": "assistant", "content": "No more steps."}]
+    if dialect == "anthropic":
+        counted = post(gateway, key, "/v1/messages/count_tokens", {"model": "m", "messages": history}).json()
+    said = ask(gateway, key, dialect, history)
+    assert policy.prompts[-1].endswith(f"No more steps.<|im_end|>\n{TURN_START}")
+    graph = graph_of(gateway, info.id)
+    assert graph.nodes[-1].sampled
+    assert policy.prompts[-1] == policy._tokenizer.decode(graph.token_ids(graph.nodes[-2].id))
+    assert dialect != "anthropic" or counted["input_tokens"] == graph.num_tokens(graph.nodes[-2].id)
+    if is_joined:
+        history[-1] = {"role": "assistant", "content": "No more steps.Third."}
+    else:
+        history += returned(dialect, said)
+    ask(gateway, key, dialect, [*history, {"role": "user", "content": "More."}])
+    graph = graph_of(gateway, info.id)
+    assert "No more steps.<|im_end|>\n<|im_start|>assistant\nThird." in policy.prompts[-1].replace(
+        "<think>\n\n</think>\n\n", ""
+    )
+    assert len(graph.leaves) == (1 if is_generic else 2)
+    assert [node.sampled for node in graph.path(graph.leaves[-1])] == [False, True] * (3 if is_generic else 2)
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_a_conversation_that_ends_with_a_turn_of_the_policy_keeps_its_tokens(
+    either: tuple[Gateway, Policy, bool], dialect: str
+) -> None:
+    gateway, policy, is_generic = either
+    policy.turns = ["First.", "Second.", "Third."]
+    info, key = gateway.create_session()
+    history = [{"role": "user", "content": "Go."}]
+    history += returned(dialect, ask(gateway, key, dialect, history))
+    said = ask(gateway, key, dialect, history)
+    assert f"First.<|im_end|>\n{TURN_START}" in policy.prompts[-1]
+    assert "Second." in json.dumps(said)
+    ask(gateway, key, dialect, [*history, *returned(dialect, said), {"role": "user", "content": "More."}])
+    graph = graph_of(gateway, info.id)
+    assert "Second.<|im_end|>\n<|im_start|>user\nMore." in policy.prompts[-1]
+    assert len(graph.leaves) == (1 if is_generic else 2)
 
 
 # -- turns that come back in another form -----------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import EpisodeStopped
-from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of, normalize_messages
 from verl_server.gateway.dialects.known_items import KnownItems
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.image_check import ImageCheck
@@ -208,7 +208,7 @@ class Session:
         request = self._with_template_arguments(request)
         cursor, messages = self._find_path(request, await self._keys(request))
         num_tokens = self._num_tokens(cursor)
-        if messages:
+        if messages or self._is_turn(cursor.leaf):
             num_tokens += len((await self._render(cursor, messages, request))[1])
         return num_tokens
 
@@ -252,6 +252,9 @@ class Session:
         `branch`: name of the branch of the nodes that follow.
         """
         leaf, new = self._history.find_path(self.graph, request, keys, self._as_turn)
+        ends_with_turn = request.messages[-1]["role"] == "assistant"
+        if ends_with_turn and self._is_turn(leaf) and not self._renderer.appends_assistant_messages:
+            leaf, new = None, request.messages
         reason = ForkReason.SUB_AGENT if leaf is None else ForkReason.EDITED if new else ForkReason.SAMPLE
         return Cursor(self._state, branch, leaf, reason), new
 
@@ -266,11 +269,9 @@ class Session:
             self._require_open()
             cursor, key = append_raw_prompt(self._state, str(next(self._branches)), token_ids, self._refuse)
             return Prompt(cursor, key, request, fingerprint)
-        if request.messages[-1]["role"] == "assistant":
-            raise GatewayError(ErrorKind.INVALID_REQUEST, "the last message must not be of the assistant")
         keys = await self._keys(request)
         cursor, messages = self._find_path(request, keys, str(next(self._branches)))
-        if messages:
+        if messages or self._is_turn(cursor.leaf):
             is_root = cursor.leaf is None
             remaining, limit = self._state.remaining_tokens(cursor.leaf)
             is_limited = limit == "max_context_tokens" or not is_root
@@ -303,7 +304,9 @@ class Session:
         self._require_open()
         assert cursor.leaf is not None
         self._history.add(keys[-1], cursor.leaf)
-        return Prompt(cursor, keys[-1], request, fingerprint)
+        last = request.messages[1:][-1:]
+        said = [message for message in last if message["role"] == "assistant" and not message.get("tool_calls")]
+        return Prompt(cursor, keys[-1 - len(said)], request, fingerprint, said)
 
     async def _render(
         self, cursor: Cursor, messages: Sequence[Message], request: TurnRequest
@@ -322,9 +325,14 @@ class Session:
             renderer = self._renderer.with_arguments(request.template_arguments)
             if node is None:
                 return messages, renderer.render_prompt(sampled, tools)
+            if not messages:
+                return messages, renderer.render_new_turn(node.token_ids, tools)
             return messages, renderer.render_next_turn(sampled, node.token_ids, preceding, tools)
 
         return await run_aside(is_short_prompt(messages, request.num_bytes if node is None else None), render)
+
+    def _is_turn(self, leaf: int | None) -> bool:
+        return leaf is not None and self.graph.node(leaf).sampled
 
     def _num_tokens(self, cursor: Cursor) -> int:
         return 0 if cursor.leaf is None else self.graph.num_tokens(cursor.leaf)
@@ -347,7 +355,8 @@ class Session:
         except EpisodeStopped as stopped:
             raise self._limit_error(stopped.stop_reason) from None
         turn = self._as_turn(node, request, num_prompt_tokens, reply["meta_info"])
-        self._history.add(conversation_keys("", [message_of(turn)], prompt.key)[0], node.id)
+        said = normalize_messages([*prompt.said, message_of(turn)])
+        self._history.add(conversation_keys("", said, prompt.key)[0], node.id)
         return turn
 
     def _as_turn(self, node: Node, request: TurnRequest, num_prompt_tokens: int, meta: Json) -> AssistantTurn:

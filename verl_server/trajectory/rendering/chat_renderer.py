@@ -69,6 +69,9 @@ class ChatRenderer:
     raises BadInputError.
     """
 
+    appends_assistant_messages = True
+    """Whether `render_next_turn` takes messages of the assistant, and whether there is `render_new_turn`."""
+
     def __init__(self, tokenizer: Any, **template_arguments: Any) -> None:
         require_tokenizer(tokenizer)
         self._template_arguments = template_arguments
@@ -190,6 +193,15 @@ class ChatRenderer:
         results that the template writes differently after tool calls.
         """
         validate_messages(messages)
+        return self._render_next(messages, turn_ids, tools)
+
+    def render_new_turn(self, turn_ids: Sequence[int], tools: Sequence[Json] | None = None) -> list[int]:
+        """As `render_next_turn`, for a turn that follows an assistant turn without a message between."""
+        return self._render_next((), turn_ids, tools)
+
+    def _render_next(
+        self, messages: Sequence[Message], turn_ids: Sequence[int], tools: Sequence[Json] | None
+    ) -> list[int]:
         messages, tools, mark = self._control_tokens.mark_prompt(with_call_ids(messages), tools or ())
         text = self._render_after_turn(FIRST_HISTORY, messages, tools)
         require_shown(messages, text)
@@ -294,7 +306,7 @@ class ChatRenderer:
     ) -> str:
         """The text that the template renders after an assistant turn that follows `history`."""
         placeholder, with_calls = {"role": "assistant", "content": ASSISTANT_PLACEHOLDER}, ""
-        if messages[0]["role"] == "tool":
+        if messages and messages[0]["role"] == "tool":
             with contextlib.suppress(BadInputError):
                 with_calls, end = self._call_turns.render(history, messages, tools)
                 if end is not None:

@@ -132,6 +132,8 @@ class FamilyRenderer(ChatRenderer):
     UnsupportedError if the family is unknown or the tokenizer does not belong to it.
     """
 
+    appends_assistant_messages = False
+
     def __init__(self, tokenizer: Any, family: str, **template_arguments: Any) -> None:
         require_tokenizer(tokenizer)
         self._template_arguments = template_arguments
