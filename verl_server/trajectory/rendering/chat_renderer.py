@@ -89,6 +89,8 @@ class ChatRenderer:
             if not self.has_template_argument(name):
                 raise BadInputError(f"the chat template has no variable {name!r} that can be set")
         self._check_template(())
+        message = self._apply_template([{"role": "user", "content": "a"}], None, False)
+        self._control_tokens.learn_turn_tokens(message + self.decode_all(sorted(self.end_ids)))
 
     def _check_template(self, tools: Sequence[Json]) -> None:
         """Raise UnsupportedError if the template or the tokenizer does not allow rendering of single turns."""
@@ -148,12 +150,12 @@ class ChatRenderer:
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.
 
-        The text of a control token in a message or in a tool is tokenized as ordinary text. In an assistant message it
-        becomes the control token. Prompts are cached for one minute, so the samples of a group get the same prompt even
-        if the template writes the current time. Raises BadInputError for messages that are invalid, that the template
-        refuses or whose content it does not show, and for a tool whose name the prompt does not contain. Raises
-        UnsupportedError if the text that the template renders after an assistant turn depends on earlier turns when the
-        template gets these tools.
+        The text of a control token in a message or in a tool is tokenized as ordinary text. In an assistant message
+        this holds for tokens that end or begin a message: others belong to a thought or a call. Prompts are cached for
+        one minute, so the samples of a group get the same prompt even if the template writes the current time. Raises
+        BadInputError for messages that are invalid, that the template refuses or whose content it does not show, and
+        for a tool whose name the prompt does not contain. Raises UnsupportedError if the text that the template renders
+        after an assistant turn depends on earlier turns when the template gets these tools.
         """
         validate_messages(messages)
         key = key_of(messages, tools)
