@@ -235,6 +235,99 @@ def test_a_conversation_with_a_policy_with_vision_goes_on_after_an_image_that_ca
         assert shown == (name in UNREADABLE), name
 
 
+def chat_call(arguments: Any, **fields: Any) -> Any:
+    return {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}, **fields}
+
+
+def after_call(message: Any) -> list[Any]:
+    return [{"role": "assistant", "content": None, "tool_calls": [chat_call("{}")]}, message]
+
+
+def chat_result(content: Any) -> list[Any]:
+    return after_call({"role": "tool", "tool_call_id": "c", "content": content})
+
+
+def anthropic_result(content: Any) -> list[Any]:
+    use = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": content}
+    return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+
+
+def responses_result(output: Any) -> list[Any]:
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    return [call, {"type": "function_call_output", "call_id": "c", "output": output}]
+
+
+def with_call(arguments: Any, **fields: Any) -> list[Any]:
+    return [{"role": "assistant", "content": "x", "tool_calls": [chat_call(arguments, **fields)]}]
+
+
+FORMS: list[tuple[str, list[Any], str]] = [
+    *((dialect, result({"sum": [3]}), ': {"sum":[3]}<') for dialect, result in (
+        ("chat", chat_result), ("anthropic", anthropic_result), ("responses", responses_result))),
+    *((dialect, result([{"sum": 3}, {"sum": 4}]), ': [{"sum":3},{"sum":4}]<') for dialect, result in (
+        ("chat", chat_result), ("anthropic", anthropic_result), ("responses", responses_result))),
+    ("chat", chat_result({"type": "text", "text": "three"}), ": three<"),
+    ("chat", chat_result(["three", {"type": "text", "text": " four"}]), ": three four<"),
+    ("chat", chat_result(3), ": 3<"),
+    ("chat", chat_result(False), ": false<"),
+    ("chat", [{"role": "user", "content": ["three"]}], ": three<"),
+    ("anthropic", [{"role": "user", "content": {"type": "text", "text": "three"}}], ": three<"),
+    ("anthropic", [{"role": "assistant", "content": None}], "assistant: <"),
+    ("chat", [{"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+              {"role": "function", "name": "add", "content": "three"}], '<add a=1>'),
+    ("chat", [{"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}},
+              {"role": "function", "name": "add", "content": "three"}], "add result: three<"),
+    ("chat", with_call("a=1"), "<add input=a=1>"),
+    ("chat", with_call("[1]"), "<add input=[1]>"),
+    ("chat", with_call([1]), "<add input=[1]>"),
+    ("chat", with_call("null"), "<add>"),
+    ("chat", with_call(" "), "<add>"),
+    ("chat", with_call(None, type="custom", custom={"name": "patch", "input": "***"}), "<patch input=***>"),
+    ("anthropic", [{"role": "assistant", "content": [
+        {"type": "tool_use", "id": "c", "name": "add", "input": "a=1"}]}], "<add input=a=1>"),
+    ("responses", [{"type": "function_call", "call_id": "c", "name": "add", "arguments": "a=1"}], "<add input=a=1>"),
+]  # fmt: skip
+ITERATING = (
+    "{%- for m in messages %}<|im_start|>{% if m.role == 'tool' %}{{ m.name }} result{% else %}{{ m.role }}{% endif %}"
+    ": {{ m.content }}{%- for call in m.tool_calls or [] %}<{{ call.function.name }}"
+    "{%- for key, value in call.function.arguments.items() %} {{ key }}={{ value }}{%- endfor %}>{%- endfor %}"
+    "<|im_end|>\n{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+)
+"""As GLM's: the arguments of a call are read as an object."""
+
+
+def test_values_with_a_plain_meaning_are_read(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path)
+    tokenizer.chat_template = ITERATING
+    policy, limits = Policy(tokenizer), RolloutLimits(max_context_tokens=20_000)
+    policy.turns = ["Yes."]
+    with Gateway(policy, tmp_path / "run", renderer=ChatRenderer(tokenizer), limits=limits) as gateway:
+        _, key = gateway.create_session()
+        for dialect, messages, shown in FORMS:
+            history = [{"role": "user", "content": "Go."}, *messages, {"role": "user", "content": "On."}]
+            ask(gateway, key, dialect, history)
+            assert shown in policy.prompts[-1], (dialect, messages, policy.prompts[-1])
+
+
+@pytest.mark.parametrize(
+    ("messages", "culprit"),
+    [
+        ([{"role": "user", "content": {"sum": 3}}], "'content' must be"),
+        ([{"role": "user", "content": [3]}], "'content' must be"),
+        ([{"role": "function", "content": "three"}], "'name' must be"),
+        ([{"role": "assistant", "function_call": "add"}], "'function_call' must be"),
+        (with_call("{}", function="add"), "'function' must be"),
+        ([{"role": "critic", "content": "x"}], "role 'critic'"),
+        ([{"role": {}, "content": "x"}], "role"),
+    ],
+)
+def test_values_without_a_meaning_are_refused_by_name(gateway: Gateway, messages: list[Any], culprit: str) -> None:
+    _, key = gateway.create_session()
+    reply = post(gateway, key, PATHS["chat"], {"model": "m", "messages": [{"role": "user", "content": "a"}, *messages]})
+    assert (reply.status_code, culprit in reply.text) == (400, True), reply.text
+
+
 def test_items_of_any_type_are_texts(gateway: Gateway, policy: Policy) -> None:
     policy.turns = ["Yes."]
     for item in ITEMS:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_server.gateway.conversation import as_template_call
-from verl_server.gateway.dialects.content import read_content, tool_schema
+from verl_server.gateway.dialects.content import parse_arguments, read_content, tool_schema
 from verl_server.gateway.dialects.fields import bad_request, read_object, read_text, require_recordable
 from verl_server.gateway.dialects.known_items import derive
 from verl_server.gateway.dialects.schemas import encode_schema
@@ -53,8 +53,6 @@ def _parse_message(message: Json) -> list[Json]:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise bad_request("'role' must be user, assistant or system")
-    if content is None:
-        raise bad_request("'content' must be a string or a list of content parts")
     apart = {"user": "tool_result", "assistant": "tool_use"}.get(role)
     blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
     taken = [block for block in blocks if block.get("type") == apart]
@@ -66,14 +64,14 @@ def _parse_message(message: Json) -> list[Json]:
 
 
 def _parse_result(block: Json) -> Json:
-    content = read_content(block.get("content"), "tool_result.content")
+    content = read_content(block.get("content"), "tool_result.content", is_result=True)
     if not content["content"] and block.get("is_error"):
         content = {"content": "Error"}
     return {"role": "tool", **content, "tool_call_id": read_text(block, "tool_use_id")}
 
 
 def _parse_call(block: Json) -> Json:
-    return as_template_call(read_text(block, "id"), read_text(block, "name"), _read_object(block, "input"))
+    return as_template_call(read_text(block, "id"), read_text(block, "name"), parse_arguments(block.get("input")))
 
 
 def parse_choice(body: Json, tools: Sequence[Json]) -> tuple[tuple[str, ...] | None, bool]:

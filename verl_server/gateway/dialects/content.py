@@ -8,9 +8,12 @@ not known. The text is always the same, so that the conversation is recognised w
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import orjson
 
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.dialects.fields import bad_request, read_text, require_recordable
@@ -22,6 +25,7 @@ from verl_server.types import Json
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Key of the text by the type of a part."""
+IMAGES = ("image", "image_url", "input_image")
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 """Types of thoughts. They are dropped: the recorded tokens of a turn contain its thought."""
 CALLS = ("tool_use", "tool_result")
@@ -32,16 +36,24 @@ MAX_KIND_CHARS = 40
 """Maximum number of characters of a type in a text for the policy."""
 
 
-def read_content(content: Any, name: str = "content", *, has_images: bool = True) -> Json:
+def read_content(content: Any, name: str = "content", *, has_images: bool = True, is_result: bool = False) -> Json:
     """`content` of a chat message: a text, or a list of parts if there are images. `omitted`: what was left out.
 
     `content`: a text or a list of parts, of any dialect. `name`: for errors. `has_images`: whether chat templates take
-    images in such a message. Raises GatewayError for a content that is malformed.
+    images in such a message. `is_result`: whether it is the result of a tool, which may be any JSON value. Raises
+    GatewayError for a content that is malformed.
     """
     if content is None or isinstance(content, str):
         return {"content": content or ""}
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+    is_part = isinstance(content, dict) and content.get("type") in (*TEXTS, *IMAGES)
+    content = [content] if is_part else content
+    has_parts = isinstance(content, list) and all(isinstance(part, (str, dict)) for part in content)
+    if is_result and not (has_parts and all(isinstance(part, str) or "type" in part for part in content)):
+        require_recordable(name, content)
+        return {"content": orjson.dumps(content).decode()}
+    if not has_parts:
         raise bad_request(f"{name!r} must be a string or a list of content parts")
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
     parts = [part for index, item in enumerate(content) for part in read_part(item, f"{name}[{index}]")]
     return _joined(parts if has_images else _without_images(parts, lambda source: "the model reads no images"))
 
@@ -65,7 +77,7 @@ def read_part(part: Json, name: str) -> list[Json]:
         return [{"type": "text", "text": text}]
     if kind in THOUGHTS:
         return []
-    if kind in ("image", "image_url", "input_image"):
+    if kind in IMAGES:
         url = _image_url(part, name)
         if url is None or url[: len(DATA_PREFIX)].lower() != DATA_PREFIX:
             return [_omitted("image", "the gateway downloads no files")]
@@ -172,6 +184,16 @@ def read_tools(tools: Sequence[Json], parse: Callable[[Json], Json | None]) -> t
         else:
             schemas.append(schema)
     return schemas, omitted
+
+
+def parse_arguments(arguments: Any) -> Json:
+    """The arguments of a tool call as a dict, which chat templates need. Other values get the name `input`."""
+    value = arguments
+    if isinstance(arguments, str):
+        with contextlib.suppress(orjson.JSONDecodeError):
+            value = orjson.loads(arguments.strip() or "{}")
+    require_recordable("arguments", value)
+    return value if isinstance(value, dict) else {} if value is None else {"input": arguments}
 
 
 def tool_schema(name: str, description: Any, parameters: Any) -> Json:

@@ -11,8 +11,7 @@ from typing import Any
 import orjson
 
 from verl_server.gateway.conversation import AssistantTurn, as_template_call
-from verl_server.gateway.dialects.chat import parse_arguments
-from verl_server.gateway.dialects.content import read_content, tool_schema
+from verl_server.gateway.dialects.content import parse_arguments, read_content, tool_schema
 from verl_server.gateway.dialects.dialect import IssuedTurns
 from verl_server.gateway.dialects.fields import bad_request, find_last, join_texts, read_objects, read_text
 from verl_server.gateway.dialects.known_items import derive
@@ -43,7 +42,7 @@ def _parse_item(item: Json) -> list[Json]:
         call = as_template_call(read_text(item, "call_id"), read_text(item, "name"), arguments)
         return [{"role": "assistant", "content": "", "tool_calls": [call]}]
     if kind in CALL_OUTPUTS:
-        content = read_content(item.get("output"), "output")
+        content = read_content(item.get("output"), "output", is_result=True)
         return [{"role": "tool", **content, "tool_call_id": read_text(item, "call_id")}]
     if kind == "reasoning":
         return []
