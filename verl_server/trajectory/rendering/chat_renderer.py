@@ -49,6 +49,7 @@ from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_to
 from verl_server.trajectory.rendering.truncation import truncate_parts, truncate_text
 from verl_server.trajectory.rendering.turn_ends import length_of_overlap, without_end
 from verl_server.types import Json
+from verl_server.validation import did_you_mean
 
 MAX_CHECKED_TOOLS = 64
 """Maximum number of remembered lists of tools. All are forgotten when there are more."""
@@ -87,7 +88,9 @@ class ChatRenderer:
             raise UnsupportedError("this tokenizer has no chat template; set tokenizer.chat_template")
         for name in template_arguments:
             if not self.has_template_argument(name):
-                raise BadInputError(f"the chat template has no variable {name!r} that can be set")
+                words = set(filter(self.has_template_argument, re.findall(r"\w+", str(tokenizer.chat_template))))
+                hint = did_you_mean(name, sorted(words))
+                raise BadInputError(f"the chat template has no variable {name!r} that can be set{hint}")
         self._check_template(())
         message = self._apply_template([{"role": "user", "content": "a"}], None, False)
         self._control_tokens.learn_turn_tokens(message + self.decode_all(sorted(self.end_ids)))

@@ -44,6 +44,7 @@ from verl_server.trajectory.rendering.token_codec import TokenCodec
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
 from verl_server.trajectory.rendering.vision_renderer import VisionRenderer, is_vision_processor
 from verl_server.types import Json
+from verl_server.validation import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,8 @@ class FamilyRenderer(ChatRenderer):
         """The family's configuration with the template arguments. Raises BadInputError for those it does not have."""
         given, known = self._template_arguments, sorted(self._argument_names)
         if unknown := [name for name in given if name not in known]:
-            raise BadInputError(f"the family {self.family!r} has no template argument {unknown[0]!r}; it has {known}")
+            found = f"{unknown[0]!r}; it has {known}{did_you_mean(unknown[0], known)}"
+            raise BadInputError(f"the family {self.family!r} has no template argument {found}")
         try:
             return type(config)(**{**config.model_dump(exclude_unset=True), **given}) if given else config
         except pydantic.ValidationError as error:
