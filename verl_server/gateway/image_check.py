@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 
 from verl_server.gateway.conversation import TurnRequest
-from verl_server.gateway.dialects.content import UNREADABLE, decode_base64, replace_images
+from verl_server.gateway.dialects.content import NO_IMAGES, decode_base64, replace_images
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.messages import Message, image_sources
@@ -34,7 +34,7 @@ class ImageCheck:
 
     def is_short(self, request: TurnRequest) -> bool:
         """Whether the check of a request takes no time: it decodes no images."""
-        return self._renderer is None or all(isinstance(message.get("content"), str) for message in request.messages)
+        return self._renderer is None or all(isinstance(message["content"], str) for message in request.messages)
 
     def check(self, request: TurnRequest, max_pixels: int) -> TurnRequest:
         """The request with texts in place of the images that the policy does not read.
@@ -42,11 +42,12 @@ class ImageCheck:
         Raises GatewayError (413) if the images have more than `max_pixels` pixels together. Their sizes are read from
         their headers, before an image is decoded: a few kilobytes can have a billion pixels.
         """
-        renderer = self._renderer
-        if renderer is None:
-            return replace_images(request, lambda source: "the model reads no images")
-        found = self._find(request.messages, max_pixels, renderer)
-        return replace_images(request, lambda source: None if found[_digest(source)][1] else UNREADABLE)
+        if all(isinstance(message["content"], str) for message in request.messages):
+            return request
+        if self._renderer is None:
+            return replace_images(request, lambda source: NO_IMAGES)
+        found = self._find(request.messages, max_pixels, self._renderer)
+        return replace_images(request, lambda source: None if found[_digest(source)][1] else "it cannot be read")
 
     def _find(
         self, messages: Sequence[Message], max_pixels: int, renderer: VisionRenderer

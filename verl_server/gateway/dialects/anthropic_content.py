@@ -20,7 +20,7 @@ BILLING_HEADER = "x-anthropic-billing-header"
 
 def parse_system(value: Any) -> list[Json]:
     """The system prompt: no message or one message, without the line of the billing header."""
-    content = read_content(without_billing_line(value), "system", has_images=False)
+    content = read_content(without_billing_line(value), "system", "system")
     return [{"role": "system", **content}] if content["content"] else []
 
 
@@ -56,15 +56,15 @@ def _parse_message(message: Json) -> list[Json]:
     apart = {"user": "tool_result", "assistant": "tool_use"}.get(role)
     blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
     taken = [block for block in blocks if block.get("type") == apart]
-    others = [block for block in content if block not in taken] if taken else content
-    parsed = {"role": role, **read_content(others, has_images=role == "user")}
+    others = [block for block in content or () if block not in taken] if taken else content
+    parsed = {"role": role, **read_content(others, role)}
     if role == "assistant":
         return [{**parsed, "tool_calls": list(map(_parse_call, taken))} if taken else parsed]
     return [*map(_parse_result, taken), *([parsed] if others or not taken else [])]
 
 
 def _parse_result(block: Json) -> Json:
-    content = read_content(block.get("content"), "tool_result.content", is_result=True)
+    content = read_content(block.get("content"), "tool", "tool_result.content")
     if not content["content"] and block.get("is_error"):
         content = {"content": "Error"}
     return {"role": "tool", **content, "tool_call_id": read_text(block, "tool_use_id")}

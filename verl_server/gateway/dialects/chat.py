@@ -193,12 +193,10 @@ def _parse_tool(tool: Json) -> Json | None:
 
 
 def _parse_message(message: Json) -> Json:
-    role, content = ROLES.get(str(message.get("role")), message.get("role")), message.get("content")
-    is_result = role == "tool"
-    parsed: Json = {"role": role, **read_content(content, has_images=role in ("user", "tool"), is_result=is_result)}
-    if is_result:
-        name = "tool_call_id" if message["role"] == "tool" else "name"
-        parsed["tool_call_id"] = read_text(message, name)
+    role = ROLES.get(str(message.get("role")), message.get("role"))
+    parsed: Json = {"role": role, **read_content(message.get("content"), role)}
+    if role == "tool":
+        parsed["tool_call_id"] = read_text(message, "tool_call_id" if message["role"] == "tool" else "name")
     if role == "assistant":
         calls = read_objects(message, "tool_calls")
         if function := read_object(message, "function_call"):

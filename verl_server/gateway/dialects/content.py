@@ -20,7 +20,7 @@ from verl_server.gateway.dialects.fields import bad_request, read_text, require_
 from verl_server.gateway.dialects.known_items import derive
 from verl_server.gateway.errors import GatewayError
 from verl_server.trajectory.rendering.images import DATA_PREFIX
-from verl_server.trajectory.rendering.messages import Message, image_sources
+from verl_server.trajectory.rendering.messages import image_sources
 from verl_server.types import Json
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -30,32 +30,29 @@ THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 """Types of thoughts. They are dropped: the recorded tokens of a turn contain its thought."""
 CALLS = ("tool_use", "tool_result")
 """Types of the blocks of Anthropic's messages that are no content of the message around them."""
-UNREADABLE = "it cannot be read"
-"""Why an image is left out that is no image, or that the model does not take."""
+NO_IMAGES = "the model reads no images"
 MAX_KIND_CHARS = 40
 """Maximum number of characters of a type in a text for the policy."""
 
 
-def read_content(content: Any, name: str = "content", *, has_images: bool = True, is_result: bool = False) -> Json:
+def read_content(content: Any, role: Any, name: str = "content") -> Json:
     """`content` of a chat message: a text, or a list of parts if there are images. `omitted`: what was left out.
 
-    `content`: a text or a list of parts, of any dialect. `name`: for errors. `has_images`: whether chat templates take
-    images in such a message. `is_result`: whether it is the result of a tool, which may be any JSON value. Raises
-    GatewayError for a content that is malformed.
+    `content`: a text or a list of parts, of any dialect. The result of a tool may be any JSON value. `role`: that of
+    the message; chat templates take images of the user and of tools. `name`: for errors. Raises GatewayError for a
+    content that is malformed.
     """
     if content is None or isinstance(content, str):
         return {"content": content or ""}
-    is_part = isinstance(content, dict) and content.get("type") in (*TEXTS, *IMAGES)
-    content = [content] if is_part else content
-    has_parts = isinstance(content, list) and all(isinstance(part, (str, dict)) for part in content)
-    if is_result and not (has_parts and all(isinstance(part, str) or "type" in part for part in content)):
+    items = [content] if isinstance(content, dict) and content.get("type") in (*TEXTS, *IMAGES) else content
+    is_list = isinstance(items, list) and all(isinstance(item, (str, dict)) for item in items)
+    if role == "tool" and not (is_list and all(isinstance(item, str) or "type" in item for item in items)):
         require_recordable(name, content)
         return {"content": orjson.dumps(content).decode()}
-    if not has_parts:
+    if not is_list:
         raise bad_request(f"{name!r} must be a string or a list of content parts")
-    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    parts = [part for index, item in enumerate(content) for part in read_part(item, f"{name}[{index}]")]
-    return _joined(parts if has_images else _without_images(parts, lambda source: "the model reads no images"))
+    parts = [part for index, item in enumerate(items) for part in read_part(item, f"{name}[{index}]")]
+    return _joined(parts if role in ("user", "tool") else _without_images(parts, lambda source: NO_IMAGES))
 
 
 def _joined(parts: Sequence[Json]) -> Json:
@@ -66,8 +63,10 @@ def _joined(parts: Sequence[Json]) -> Json:
     return {"content": content, "omitted": omitted} if omitted else {"content": content}
 
 
-def read_part(part: Json, name: str) -> list[Json]:
+def read_part(part: Json | str, name: str) -> list[Json]:
     """The parts of a chat message for a part of any dialect. `name`: for errors. Raises GatewayError."""
+    if isinstance(part, str):
+        return [{"type": "text", "text": part}]
     kind = part.get("type")
     if not isinstance(kind, str) or kind in CALLS:
         raise bad_request(f"'{name}.type' = {str(kind)[:MAX_KIND_CHARS]!r} is not the type of a content part")
@@ -144,26 +143,17 @@ def replace_images(request: TurnRequest, reason_of: Callable[[str], str | None])
 
     `reason_of`: why it does not read the image of a source (`image_sources`). None if it does.
     """
-    if all(isinstance(message.get("content"), str) for message in request.messages):
-        return request
-    messages = [_with_texts(message, reason_of) for message in request.messages]
+    messages = [dict(message) for message in request.messages]
+    for message in messages:
+        if isinstance(message["content"], list):
+            joined = _joined(_without_images(message["content"], reason_of))
+            message |= {**joined, "omitted": [*message.get("omitted", ()), *joined.get("omitted", ())]}
     return dataclasses.replace(request, messages=messages)
 
 
-def _with_texts(message: Message, reason_of: Callable[[str], str | None]) -> Message:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    joined = _joined(_without_images(content, reason_of))
-    return {**message, **joined, "omitted": [*message.get("omitted", ()), *joined.get("omitted", ())]}
-
-
 def _without_images(parts: Sequence[Json], reason_of: Callable[[str], str | None]) -> list[Json]:
-    shown = list[Json]()
-    for part in parts:
-        reason = next(map(reason_of, image_sources({"content": [part]})), None)
-        shown.append(part if reason is None else _omitted("image", reason))
-    return shown
+    reasons = [next(map(reason_of, image_sources({"content": [part]})), None) for part in parts]
+    return [_omitted("image", why) if why else part for part, why in zip(parts, reasons, strict=True)]
 
 
 def read_tools(tools: Sequence[Json], parse: Callable[[Json], Json | None]) -> tuple[list[Json], list[str]]:

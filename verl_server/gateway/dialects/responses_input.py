@@ -22,8 +22,7 @@ from verl_server.types import Json
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Roles of chat messages by the roles of the API."""
-CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""Key of the arguments by the type of a call."""
+CALLS = ("function_call", "custom_tool_call")
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
@@ -35,18 +34,18 @@ def _parse_item(item: Json) -> list[Json]:
         role = ROLES.get(read_text(item, "role"))
         if role is None:
             raise bad_request(f"'role' must be one of {', '.join(ROLES)}")
-        return [{"role": role, **read_content(item.get("content"), has_images=role == "user")}]
+        return [{"role": role, **read_content(item.get("content"), role)}]
     if kind in CALLS:
-        text = read_text(item, CALLS[kind], default="")
-        arguments = parse_arguments(text) if kind == "function_call" else {"input": text}
+        is_custom = kind == "custom_tool_call"
+        arguments = {"input": item.get("input")} if is_custom else parse_arguments(item.get("arguments"))
         call = as_template_call(read_text(item, "call_id"), read_text(item, "name"), arguments)
         return [{"role": "assistant", "content": "", "tool_calls": [call]}]
     if kind in CALL_OUTPUTS:
-        content = read_content(item.get("output"), "output", is_result=True)
+        content = read_content(item.get("output"), "tool", "output")
         return [{"role": "tool", **content, "tool_call_id": read_text(item, "call_id")}]
     if kind == "reasoning":
         return []
-    return [{"role": "user", **read_content([item])}]  # such as a web search, or a type that is not known
+    return [{"role": "user", **read_content([item], "user")}]  # such as a web search, or a type that is not known
 
 
 def resolve_ids(body: Json, issued: IssuedTurns) -> Json:

@@ -305,7 +305,7 @@ class Session:
         assert cursor.leaf is not None
         self._history.add(keys[-1], cursor.leaf)
         last = request.messages[1:][-1:]
-        said = [message for message in last if message["role"] == "assistant" and not message.get("tool_calls")]
+        said = [dict(message) for message in last if message["role"] == "assistant" and not message.get("tool_calls")]
         return Prompt(cursor, keys[-1 - len(said)], request, fingerprint, said)
 
     async def _render(

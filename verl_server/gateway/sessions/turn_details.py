@@ -18,7 +18,6 @@ from verl_server.gateway.turn_text.turn_parsing import split_turn
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.rendering.messages import Message
 from verl_server.types import Json
 
 REFUSED = "refused"
@@ -37,7 +36,7 @@ class Prompt:
     request: TurnRequest
     fingerprint: bytes
     """Digest of the request, by which a request that is sent again is recognised."""
-    said: Sequence[Message] = ()
+    said: Sequence[Json] = ()
     """The assistant message at the end of the prompt, if there is one. With the turn after it, it becomes one."""
     reply_id: str = field(default_factory=lambda: secrets.token_hex(12))
     """Id of the reply of a stream, before the turn has an id."""
