@@ -512,7 +512,7 @@ def test_tools_and_parameters() -> None:
     assert (without_calls.tools, without_calls.forced_tools) == ([ADD_IN_CHAT], ())
 
 
-BROKEN_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "?"}}
+BROKEN_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": 5}}
 LARGE_FORMAT = {"type": "json_schema", "schema": {"type": "string", "maxLength": 1001}}
 DEEP: Any = {}
 for _ in range(250):
@@ -526,9 +526,8 @@ for _ in range(250):
         ({"max_tokens": 0}, "'max_tokens' must be"),
         ({"model": None}, "'model' must be"),
         ({"messages": []}, "'messages' must be"),
-        ({"messages": [ASKED, {"role": "assistant", "content": "b"}]}, "must not end with an assistant message"),
         ({"messages": [{"role": "tool", "content": "b"}]}, "messages.0: 'role' must be"),
-        ({"messages": [ASKED, {"role": "user", "content": [BROKEN_IMAGE]}]}, "messages.1: 'content[0].source.data'"),
+        ({"messages": [ASKED, {"role": "user", "content": [BROKEN_IMAGE]}]}, "messages.1: 'data' must be"),
         ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "'content[0].type' = '5'"),
         ({"system": [{"type": "text"}]}, "'system[0].text' must be"),
         ({"tools": [ADD], "tool_choice": {"type": "some"}}, "'tool_choice.type' = some"),

@@ -301,7 +301,12 @@ def test_without_a_terminal_the_command_says_how_it_gets_the_key(tmp_path: Path)
 def test_one_kind_of_engine_is_named(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "verl_server.cli", "gateway", str(tmp_path)]
     env = {**os.environ, "VERL_SERVER_GATEWAY_ADMIN_KEY": ADMIN_KEY}
-    for options in ((), ("--server", "http://127.0.0.1:9", "--fleet", "verl_server")):
+    one_of, url = "pass one of --server URL, --router URL and --fleet NAME", "http://127.0.0.1:9"
+    for options, error in {
+        (): one_of,
+        ("--server", url, "--fleet", "verl_server"): one_of,
+        ("--engine", url): "there is no --engine; pass --server URL",
+    }.items():
         done = subprocess.run([*program, *options], capture_output=True, text=True, timeout=120, env=env)
         assert done.returncode == 2
-        assert "pass one of --server URL, --router URL and --fleet NAME" in " ".join(done.stderr.split())
+        assert error in " ".join(done.stderr.split())

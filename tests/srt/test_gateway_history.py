@@ -18,6 +18,7 @@ import orjson
 import pytest
 import zstandard
 from agent_helpers import ScriptedGenerateFn, call_text
+from helpers import chat_tokenizer
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
@@ -139,35 +140,192 @@ def returned(dialect: str, reply: Any) -> list[Any]:
 def test_a_conversation_goes_on_after_content_that_the_policy_cannot_see(
     gateway: Gateway, policy: Policy, dialect: str, in_result: bool
 ) -> None:
-    policy.turns = [call_text("add", a=1), "Done."]
-    tools = {"chat": TOOLS, "anthropic": ANTHROPIC_TOOLS, "responses": FLAT_TOOLS}[dialect]
     for block, shown in BLOCKS[dialect]:
-        info, key = gateway.create_session()
-        content = [block, {"type": "input_text" if dialect == "responses" else "text", "text": "Look."}]
-        user: Any = {"role": "user", "content": "Go." if in_result else content}
-        turn = returned(dialect, ask(gateway, key, dialect, [user], tools=tools))
-        if dialect == "chat":
-            call_id = turn[0]["tool_calls"][0]["id"]
-            result: Any = {"role": "tool", "tool_call_id": call_id, "content": content if in_result else "3"}
-        elif dialect == "anthropic":
-            part = {"type": "tool_result", "tool_use_id": turn[0]["content"][-1]["id"]}
-            result = {"role": "user", "content": [{**part, "content": content if in_result else "3"}]}
-        else:
-            part = {"type": "function_call_output", "call_id": turn[-1]["call_id"]}
-            result = {**part, "output": content if in_result else "3"}
-        history = [user, *turn, result]
-        history += returned(dialect, ask(gateway, key, dialect, history, tools=tools))
-        history.append({"role": "user", "content": "More."})
-        if dialect == "anthropic":
-            counted = post(gateway, key, "/v1/messages/count_tokens", {"model": "m", "messages": history})
-            assert counted.status_code == 200, counted.text
-        ask(gateway, key, dialect, history, tools=tools)
+        graph = hold_conversation(gateway, policy, dialect, block, in_result)
         assert shown in policy.prompts[-1]
-        graph = graph_of(gateway, info.id)
-        assert len(graph.leaves) == 1, block
         noted = [note for note in graph.notes if note.name == "omitted"]
         assert [list(note.value.values()) for note in noted] == ([[1]] if shown.startswith("[") else [])
         assert all("omitted" not in message for node in graph.nodes for message in node.message.get("messages", ()))  # type: ignore[union-attr]
+
+
+def hold_conversation(gateway: Gateway, policy: Policy, dialect: str, block: Any, in_result: bool) -> TrajectoryGraph:
+    """A conversation of three turns with a block in its first message or in a result, which is repeated."""
+    policy.turns = [call_text("add", a=1), "Done."]
+    tools = {"chat": TOOLS, "anthropic": ANTHROPIC_TOOLS, "responses": FLAT_TOOLS}[dialect]
+    info, key = gateway.create_session()
+    content = [block, {"type": "input_text" if dialect == "responses" else "text", "text": "Look."}]
+    user: Any = {"role": "user", "content": "Go." if in_result else content}
+    turn = returned(dialect, ask(gateway, key, dialect, [user], tools=tools))
+    if dialect == "chat":
+        call_id = turn[0]["tool_calls"][0]["id"]
+        result: Any = {"role": "tool", "tool_call_id": call_id, "content": content if in_result else "3"}
+    elif dialect == "anthropic":
+        part = {"type": "tool_result", "tool_use_id": turn[0]["content"][-1]["id"]}
+        result = {"role": "user", "content": [{**part, "content": content if in_result else "3"}]}
+    else:
+        part = {"type": "function_call_output", "call_id": turn[-1]["call_id"]}
+        result = {**part, "output": content if in_result else "3"}
+    history = [user, *turn, result]
+    history += returned(dialect, ask(gateway, key, dialect, history, tools=tools))
+    history.append({"role": "user", "content": "More."})
+    if dialect == "anthropic":
+        counted = post(gateway, key, "/v1/messages/count_tokens", {"model": "m", "messages": history})
+        assert counted.status_code == 200, counted.text
+    ask(gateway, key, dialect, history, tools=tools)
+    graph = graph_of(gateway, info.id)
+    assert len(graph.leaves) == 1, block
+    return graph
+
+
+def picture(size: tuple[int, int] = (64, 64), image_format: str = "PNG", mode: str = "RGB") -> bytes:
+    buffer = io.BytesIO()
+    Image.effect_noise(size, 50).convert(mode).save(buffer, image_format)
+    return buffer.getvalue()
+
+
+GOOD = base64.b64encode(picture()).decode()
+READABLE = {
+    "png": GOOD,
+    "lines": "\r\n".join(GOOD[start : start + 76] for start in range(0, len(GOOD), 76)) + "\n",
+    "palette": base64.b64encode(picture(image_format="GIF", mode="P")).decode(),
+    "CMYK": base64.b64encode(picture(image_format="JPEG", mode="CMYK")).decode(),
+}
+BROKEN_PNG = picture()[:60] + b"\xff" * 40 + picture()[100:]
+UNREADABLE = {
+    "HTML": base64.b64encode(b"<!doctype html><p>404").decode(),
+    "nothing": "",
+    "cut": base64.b64encode(picture()[:-400]).decode(),
+    "cut JPEG": base64.b64encode(picture(image_format="JPEG")[:-400]).decode(),
+    "damaged": base64.b64encode(BROKEN_PNG).decode(),
+    "header only": base64.b64encode(picture()[:20]).decode(),
+    "strip": base64.b64encode(picture((1, 400))).decode(),
+    "BMP": base64.b64encode(picture(image_format="BMP")).decode(),
+    "no base64": "?" + GOOD,
+    "cut base64": GOOD[:-3],
+    "no Latin": GOOD[:9] + "\u3042" + GOOD[9:],
+}
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, Policy]]:
+    folder = tmp_path_factory.mktemp("vision")
+    processor = AutoProcessor.from_pretrained(make_vision_model(folder / "model", "qwen2_5_vl"))
+    policy, limits = Policy(processor.tokenizer), RolloutLimits(max_context_tokens=20_000)
+    with Gateway(policy, folder / "run", renderer=get_renderer(processor), limits=limits) as gateway:
+        yield gateway, policy
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize("in_result", [False, True])
+def test_a_conversation_with_a_policy_with_vision_goes_on_after_an_image_that_cannot_be_read(
+    vision: tuple[Gateway, Policy], dialect: str, in_result: bool
+) -> None:
+    for name, data in {**READABLE, **UNREADABLE}.items():
+        url = f"data:image/png;base64,{data}"
+        block: Any = {
+            "chat": {"type": "image_url", "image_url": {"url": url}},
+            "anthropic": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+            "responses": {"type": "input_image", "image_url": url},
+        }[dialect]
+        graph = hold_conversation(*vision, dialect, block, in_result)
+        assert len(graph.images(graph.leaves[0])) == (name in READABLE), name
+        noted = [note.value for note in graph.notes if note.name == "omitted"]
+        assert noted == ([] if name in READABLE else [{"image": 1}]), name
+        shown = "[image omitted: it cannot be read]Look." in vision[1].prompts[-1]
+        assert shown == (name in UNREADABLE), name
+
+
+def chat_call(arguments: Any, **fields: Any) -> Any:
+    return {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}, **fields}
+
+
+def after_call(message: Any) -> list[Any]:
+    return [{"role": "assistant", "content": None, "tool_calls": [chat_call("{}")]}, message]
+
+
+def chat_result(content: Any) -> list[Any]:
+    return after_call({"role": "tool", "tool_call_id": "c", "content": content})
+
+
+def anthropic_result(content: Any) -> list[Any]:
+    use = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": content}
+    return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+
+
+def responses_result(output: Any) -> list[Any]:
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    return [call, {"type": "function_call_output", "call_id": "c", "output": output}]
+
+
+def with_call(arguments: Any, **fields: Any) -> list[Any]:
+    return [{"role": "assistant", "content": "x", "tool_calls": [chat_call(arguments, **fields)]}]
+
+
+FORMS: list[tuple[str, list[Any], str]] = [
+    *((dialect, result({"sum": [3]}), ': {"sum":[3]}<') for dialect, result in (
+        ("chat", chat_result), ("anthropic", anthropic_result), ("responses", responses_result))),
+    *((dialect, result([{"sum": 3}, {"sum": 4}]), ': [{"sum":3},{"sum":4}]<') for dialect, result in (
+        ("chat", chat_result), ("anthropic", anthropic_result), ("responses", responses_result))),
+    ("chat", chat_result({"type": "text", "text": "three"}), ": three<"),
+    ("chat", chat_result(["three", {"type": "text", "text": " four"}]), ": three four<"),
+    ("chat", chat_result(3), ": 3<"),
+    ("chat", chat_result(False), ": false<"),
+    ("chat", [{"role": "user", "content": ["three"]}], ": three<"),
+    ("anthropic", [{"role": "user", "content": {"type": "text", "text": "three"}}], ": three<"),
+    ("anthropic", [{"role": "assistant", "content": None}], "assistant: <"),
+    ("chat", [{"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+              {"role": "function", "name": "add", "content": "three"}], '<add a=1>'),
+    ("chat", [{"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}},
+              {"role": "function", "name": "add", "content": "three"}], "add result: three<"),
+    ("chat", with_call("a=1"), "<add input=a=1>"),
+    ("chat", with_call("[1]"), "<add input=[1]>"),
+    ("chat", with_call([1]), "<add input=[1]>"),
+    ("chat", with_call("null"), "<add>"),
+    ("chat", with_call(" "), "<add>"),
+    ("chat", with_call(None, type="custom", custom={"name": "patch", "input": "***"}), "<patch input=***>"),
+    ("anthropic", [{"role": "assistant", "content": [
+        {"type": "tool_use", "id": "c", "name": "add", "input": "a=1"}]}], "<add input=a=1>"),
+    ("responses", [{"type": "function_call", "call_id": "c", "name": "add", "arguments": "a=1"}], "<add input=a=1>"),
+]  # fmt: skip
+ITERATING = (
+    "{%- for m in messages %}<|im_start|>{% if m.role == 'tool' %}{{ m.name }} result{% else %}{{ m.role }}{% endif %}"
+    ": {{ m.content }}{%- for call in m.tool_calls or [] %}<{{ call.function.name }}"
+    "{%- for key, value in call.function.arguments.items() %} {{ key }}={{ value }}{%- endfor %}>{%- endfor %}"
+    "<|im_end|>\n{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
+)
+"""As GLM's: the arguments of a call are read as an object."""
+
+
+def test_values_with_a_plain_meaning_are_read(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path)
+    tokenizer.chat_template = ITERATING
+    policy, limits = Policy(tokenizer), RolloutLimits(max_context_tokens=20_000)
+    policy.turns = ["Yes."]
+    with Gateway(policy, tmp_path / "run", renderer=ChatRenderer(tokenizer), limits=limits) as gateway:
+        _, key = gateway.create_session()
+        for dialect, messages, shown in FORMS:
+            history = [{"role": "user", "content": "Go."}, *messages, {"role": "user", "content": "On."}]
+            ask(gateway, key, dialect, history)
+            assert shown in policy.prompts[-1], (dialect, messages, policy.prompts[-1])
+
+
+@pytest.mark.parametrize(
+    ("messages", "culprit"),
+    [
+        ([{"role": "user", "content": {"sum": 3}}], "'content' must be"),
+        ([{"role": "user", "content": [3]}], "'content' must be"),
+        ([{"role": "function", "content": "three"}], "'name' must be"),
+        ([{"role": "assistant", "function_call": "add"}], "'function_call' must be"),
+        (with_call("{}", function="add"), "'function' must be"),
+        ([{"role": "critic", "content": "x"}], "role 'critic'"),
+        ([{"role": {}, "content": "x"}], "role"),
+    ],
+)
+def test_values_without_a_meaning_are_refused_by_name(gateway: Gateway, messages: list[Any], culprit: str) -> None:
+    _, key = gateway.create_session()
+    reply = post(gateway, key, PATHS["chat"], {"model": "m", "messages": [{"role": "user", "content": "a"}, *messages]})
+    assert (reply.status_code, culprit in reply.text) == (400, True), reply.text
 
 
 def test_items_of_any_type_are_texts(gateway: Gateway, policy: Policy) -> None:
@@ -187,7 +345,6 @@ def test_items_of_any_type_are_texts(gateway: Gateway, policy: Policy) -> None:
         ("chat", {"type": "text", "text": 5}),
         ("chat", {"type": "image_url", "image_url": {}}),
         ("chat", {"text": "a"}),
-        ("anthropic", {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "?"}}),
         ("anthropic", {"type": "image"}),
         ("responses", {"type": "input_text"}),
         ("responses", {"type": "input_image", "image_url": 5}),
@@ -200,23 +357,87 @@ def test_malformed_content_is_refused(gateway: Gateway, dialect: str, block: Any
     assert post(gateway, key, PATHS[dialect], body).status_code == 400
 
 
-def test_a_policy_with_vision_keeps_its_images(tmp_path: Path) -> None:
-    processor = AutoProcessor.from_pretrained(make_vision_model(tmp_path / "model", "qwen2_5_vl"))
-    policy = Policy(processor.tokenizer)
+def test_a_policy_with_vision_keeps_its_images(vision: tuple[Gateway, Policy]) -> None:
+    gateway, policy = vision
     policy.turns = ["Yes."]
-    limits = RolloutLimits(max_context_tokens=20_000)
-    with Gateway(policy, tmp_path / "run", renderer=get_renderer(processor), limits=limits) as gateway:
-        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": pixel(64)}}
-        document = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": PDF}}
-        by_url = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
-        info, key = gateway.create_session()
-        history = [{"role": "user", "content": [image, document, by_url]}]
-        history += returned("anthropic", ask(gateway, key, "anthropic", history, system=[image, document]))
-        history.append({"role": "user", "content": "b"})
-        ask(gateway, key, "anthropic", history, system=[image, document])
-        graph = graph_of(gateway, info.id)
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": pixel(64)}}
+    document = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": PDF}}
+    by_url = {"type": "image", "source": {"type": "url", "url": "http://a/b.png"}}
+    info, key = gateway.create_session()
+    history = [{"role": "user", "content": [image, document, by_url]}]
+    history += returned("anthropic", ask(gateway, key, "anthropic", history, system=[image, document]))
+    history.append({"role": "user", "content": "b"})
+    ask(gateway, key, "anthropic", history, system=[image, document])
+    graph = graph_of(gateway, info.id)
     assert (len(graph.leaves), len(graph.images(graph.leaves[0]))) == (1, 1)
     assert [note.value for note in graph.notes if note.name == "omitted"] == [{"image": 2, "document": 2}]
+
+
+# -- a conversation that ends with the assistant ----------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["generic", "family"])
+def either(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Gateway, Policy, bool]]:
+    """A gateway, its policy, and whether its renderer appends messages of the assistant to a recorded path."""
+    folder, is_generic = tmp_path_factory.mktemp("either"), request.param == "generic"
+    tokenizer = chat_tokenizer(folder)
+    renderer = ChatRenderer(tokenizer) if is_generic else get_renderer(tokenizer, "qwen3")
+    policy, limits = Policy(tokenizer), RolloutLimits(max_context_tokens=20_000)
+    with Gateway(policy, folder / "run", renderer=renderer, limits=limits) as gateway:
+        yield gateway, policy, is_generic
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_the_policy_begins_a_turn_after_a_message_of_the_assistant(
+    either: tuple[Gateway, Policy, bool], dialect: str, is_joined: bool
+) -> None:
+    """Clients write such a message at a limit of steps, or as the beginning of the turn."""
+    gateway, policy, is_generic = either
+    policy.turns = ["First.", "Second.", "Third.", "Fourth."]
+    info, key = gateway.create_session()
+    history = [{"role": "user", "content": "Go."}]
+    history += returned(dialect, ask(gateway, key, dialect, history))
+    history += [{"role": "user", "content": "On."}, {"role": "assistant", "content": "No more steps."}]
+    if dialect == "anthropic":
+        counted = post(gateway, key, "/v1/messages/count_tokens", {"model": "m", "messages": history}).json()
+    said = ask(gateway, key, dialect, history)
+    assert policy.prompts[-1].endswith(f"No more steps.<|im_end|>\n{TURN_START}")
+    graph = graph_of(gateway, info.id)
+    assert graph.nodes[-1].sampled
+    assert policy.prompts[-1] == policy._tokenizer.decode(graph.token_ids(graph.nodes[-2].id))
+    assert dialect != "anthropic" or counted["input_tokens"] == graph.num_tokens(graph.nodes[-2].id)
+    if is_joined:
+        history[-1] = {"role": "assistant", "content": "No more steps.Third."}
+    else:
+        history += returned(dialect, said)
+    ask(gateway, key, dialect, [*history, {"role": "user", "content": "More."}])
+    graph = graph_of(gateway, info.id)
+    assert "No more steps.<|im_end|>\n<|im_start|>assistant\nThird." in policy.prompts[-1].replace(
+        "<think>\n\n</think>\n\n", ""
+    )
+    assert len(graph.leaves) == (1 if is_generic else 2)
+    assert [node.sampled for node in graph.path(graph.leaves[-1])] == [False, True] * (3 if is_generic else 2)
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+def test_a_conversation_that_ends_with_a_turn_of_the_policy_keeps_its_tokens(
+    either: tuple[Gateway, Policy, bool], dialect: str
+) -> None:
+    gateway, policy, is_generic = either
+    policy.turns = ["First.", "Second.", "Third."]
+    info, key = gateway.create_session()
+    history = [{"role": "user", "content": "Go."}]
+    history += returned(dialect, ask(gateway, key, dialect, history))
+    said = ask(gateway, key, dialect, history)
+    assert f"First.<|im_end|>\n{TURN_START}" in policy.prompts[-1]
+    assert "Second." in json.dumps(said)
+    ask(gateway, key, dialect, [*history, *returned(dialect, said), {"role": "user", "content": "More."}])
+    graph = graph_of(gateway, info.id)
+    assert "Second.<|im_end|>\n<|im_start|>user\nMore." in policy.prompts[-1]
+    assert len(graph.leaves) == (1 if is_generic else 2)
 
 
 # -- turns that come back in another form -----------------------------------------------------------

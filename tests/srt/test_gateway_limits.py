@@ -26,12 +26,12 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from verl_server.agent import RolloutLimits
-from verl_server.errors import BadInputError, ServerDiedError
+from verl_server.errors import ServerDiedError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.image_check import require_safe_images
+from verl_server.gateway.image_check import ImageCheck, num_pixels
 from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.sessions.turns import RecordedTurns, Turns
@@ -169,26 +169,38 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + data + struct.pack(">I", zlib.crc32(data)) + pixels
 
 
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoProcessor.from_pretrained(make_vision_model(tmp_path_factory.mktemp("vision") / "model", "qwen2_5_vl"))
+
+
+def check_images(processor: Any, messages: list[dict[str, Any]], max_pixels: int) -> list[Any]:
+    """The contents as the policy reads them."""
+    checked = ImageCheck(get_renderer(processor)).check(TurnRequest("m", messages), max_pixels)
+    return [message["content"] for message in checked.messages]
+
+
 @pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_images_of_the_public_apis_are_accepted(image_format: str) -> None:
-    require_safe_images(image_message(encoded(image_format)), 200)
+def test_images_of_the_public_apis_are_accepted(processor: Any, image_format: str) -> None:
+    image, png = image_message(encoded(image_format)), image_message(encoded("PNG"))
+    assert check_images(processor, image, 200) == [image[0]["content"]]
     with pytest.raises(GatewayError, match="have 200 pixels or more, and 199 are allowed"):
-        require_safe_images(image_message(encoded(image_format)), 199)
+        check_images(processor, image, 199)
+    assert check_images(processor, [*image, *image], 400) == [image[0]["content"]] * 2
     with pytest.raises(GatewayError, match="have 400 pixels or more, and 399 are allowed"):
-        require_safe_images([*image_message(encoded(image_format)), *image_message(encoded("PNG"))], 399)
+        check_images(processor, [*image, *png], 399)
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", encoded("BMP"), encoded("TIFF"), encoded("PPM"), encoded("ICO")])
-def test_other_formats_are_refused(content: bytes) -> None:
-    with pytest.raises((GatewayError, BadInputError), match="one of the formats PNG, JPEG, WEBP, GIF"):
-        require_safe_images(image_message(content), 1 << 30)
+def test_other_formats_are_not_decoded(processor: Any, content: bytes) -> None:
+    assert num_pixels(image_message(content)[0]["content"][0]["image_url"]["url"]) is None
+    assert check_images(processor, image_message(content), 1 << 30) == ["[image omitted: it cannot be read]"]
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def seeing(processor: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway whose policy reads images. The images of other policies are not read at all."""
-    folder = tmp_path_factory.mktemp("vision")
-    processor = AutoProcessor.from_pretrained(make_vision_model(folder / "model", "qwen2_5_vl"))
+    folder = tmp_path_factory.mktemp("seeing")
     policy = ScriptedGenerateFn(processor.tokenizer, lambda prompt: "yes")
     limits = RolloutLimits(max_context_tokens=999)
     with Gateway(policy, folder / "run", renderer=get_renderer(processor), limits=limits) as gateway:
@@ -231,14 +243,14 @@ def test_a_webp_image_whose_memory_pillow_refuses_is_too_large(seeing: Gateway) 
     assert ask(gateway, key, [{"type": "image", "source": source}], MESSAGES).status_code == 413
 
 
-def test_the_limit_of_pixels_does_not_depend_on_that_of_pillow() -> None:
+def test_the_limit_of_pixels_does_not_depend_on_that_of_pillow(processor: Any) -> None:
     """Pillow warns at 89 million pixels. Its warnings are settings of the whole process, and other threads run."""
     image = image_message(png_header(10_000, 10_000))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        require_safe_images(image, 100_000_000)
+        assert num_pixels(image[0]["content"][0]["image_url"]["url"]) == 100_000_000
         with pytest.raises(GatewayError, match="have 100000000 pixels or more, and 99999999 are allowed"):
-            require_safe_images(image, 99_999_999)
+            check_images(processor, image, 99_999_999)
 
 
 # -- open requests ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from gateway_commands import ADMIN_KEY, create_session, gateway_command
 from helpers import free_port, wait_until
 from test_gateway_sessions import LIMITS, ask, renderer, start_gateway
 
-from verl_server import AsyncHttpServerEngineAdapter
+from verl_server import AsyncHttpServerEngineAdapter, BadInputError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.dialects.schemas import (
@@ -178,6 +178,27 @@ def test_variables_of_the_chat_template(thinking_renderer: ChatRenderer, tmp_pat
         for node in graph.nodes:
             if not node.sampled:
                 assert thinking_renderer.decode_all(node.token_ids).endswith(WITHOUT_THOUGHT) != thinks
+
+
+@pytest.mark.parametrize("arguments", [{"enable_thinkng": False}, {"enable_thinking": False, "tokenize": True}])
+def test_a_gateway_and_a_session_with_a_variable_that_the_template_does_not_have_are_refused(
+    thinking_renderer: ChatRenderer, tmp_path: Path, arguments: Any
+) -> None:
+    """Before each of their turns would be refused."""
+    generate, wrong = ParamsGenerateFn(thinking_renderer.tokenizer, lambda prompt: "yes"), list(arguments)[-1]
+    hint = "; did you mean 'enable_thinking'" if wrong == "enable_thinkng" else ""
+    options: Any = {"renderer": thinking_renderer, "limits": LIMITS}
+    with pytest.raises(BadInputError, match=f"no variable '{wrong}' that can be set{hint}"):
+        Gateway(generate, tmp_path / "a", chat_template_kwargs=arguments, **options)
+    with Gateway(generate, tmp_path / "b", chat_template_kwargs=NO_THINKING, **options) as gateway:
+        with pytest.raises(BadInputError, match=f"no variable '{wrong}' that can be set{hint}"):
+            gateway.create_session("s", chat_template_kwargs=arguments)
+        headers = {"Authorization": f"Bearer {gateway.admin_key}"}
+        body = {"session_id": "s", "chat_template_kwargs": arguments}
+        reply = httpx.post(f"{gateway.url}/admin/sessions", json=body, headers=headers, timeout=30.0)
+        assert (reply.status_code, f"'{wrong}'" in reply.text) == (400, True), reply.text
+        assert gateway.sessions() == []
+        gateway.create_session("s", chat_template_kwargs={"enable_thinking": True})
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])

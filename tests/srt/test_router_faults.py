@@ -170,6 +170,45 @@ def test_the_servers_of_removed_replicas_were_not_ended_by_their_requests(path: 
     asyncio.run(asyncio.wait_for(run(), 30.0))
 
 
+def test_half_a_character_in_a_body_becomes_the_replacement_character() -> None:
+    """In a request, which the server would refuse or which would end it, and in the server's list of models."""
+    text = rb"a\ud83d \ude00 \ud83d\ude00 \\\\ud83d"
+    bodies = {
+        "/generate": rb'{"text": "%b", "rid": "\udc00"}' % text,
+        "/v1/chat/completions": rb'{"messages": [{"role": "user", "content": "%b"}]}' % text,
+        "/v1/completions": rb'{"model": "b\ufffd", "prompt": "%b"}' % text,
+    }
+
+    async def run() -> None:
+        arrived, dispatcher = dict[str, Any](), Dispatcher()
+        machine = Machine()
+        machine.answers = True
+
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            if request.path == "/v1/models":
+                model = rb'{"data": [{"id": "b\udfff", "owned_by": "sglang", "max_model_len": 99}]}'
+                return web.Response(body=model, content_type="application/json")
+            if request.path in bodies:
+                arrived[request.path] = orjson.loads(await request.read())
+            return await machine.handle(request)
+
+        async with (
+            serving(web.Server(handle)) as server_url,
+            http_router(dispatcher) as url,
+            AsyncHttpServerEngineAdapter.attach(server_url) as adapter,
+            aiohttp.ClientSession() as session,
+        ):
+            dispatcher.pool.apply_statuses([status_of(adapter)])
+            for path, body in bodies.items():
+                async with session.post(url + path, data=body, headers={"x-api-key": KEY}) as answer:
+                    assert answer.status == 200, (path, await answer.text())
+        shown = "a\ufffd \ufffd \U0001f600 \\\\ud83d"
+        assert arrived["/generate"]["text"] == arrived["/v1/completions"]["prompt"] == shown
+        assert arrived["/v1/chat/completions"]["messages"][0]["content"] == shown
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
 def connections_to(url: str) -> list[socket.socket]:
     """Copies of the sockets of this process that are connected to the port of the URL."""
     port = urlsplit(url).port

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
 
 from verl_server.errors import BadInputError
+
+_SURROGATES = re.compile(
+    rb"\\(?:\\|u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|u([dD][89a-fA-F][\da-fA-F]{2}))"
+)
+"""An escaped backslash, a surrogate pair, or half of a pair (group 1) in JSON."""
+
+
+def without_half_characters(raw: bytes) -> bytes:
+    """JSON with U+FFFD in place of each half of a surrogate pair. Agents cut pairs; no tokenizer reads a half."""
+    if b"\\ud" not in raw and b"\\uD" not in raw:
+        return raw
+    return _SURROGATES.sub(lambda found: rb"\ufffd" if found[1] else found[0], raw)
 
 
 def encode_json(body: Any) -> bytes:

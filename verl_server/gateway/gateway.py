@@ -96,6 +96,7 @@ class Gateway:
             session_expiry_s=session_expiry_s,
             chat_template_kwargs=as_json("chat_template_kwargs", chat_template_kwargs),
         )
+        self._require_template_arguments({})
         self._metrics = GatewayMetrics()
         self._slots = Slots(self.config.max_requests, ErrorKind.OVERLOADED, "the gateway")
         self._is_shut_down, self._socket = False, bind(host, port)
@@ -106,7 +107,9 @@ class Gateway:
         """Has a result when the server accepts requests, and the error if its thread ended before."""
         try:
             self._lock = FolderLock(folder, self.url)
-            self._store = SessionStore(folder, self._open_session, limits, session_expiry_s, self.admin_key)
+            self._store = SessionStore(
+                folder, self._open_session, limits, session_expiry_s, self.admin_key, self._require_template_arguments
+            )
             self._server = self._make_server()
             listen(self._socket)  # now: a client whose connection is accepted waits for its reply
             self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
@@ -149,6 +152,14 @@ class Gateway:
             template_defaults=self.config.chat_template_kwargs,
             template_arguments=info.chat_template_kwargs,
         )
+
+    def _require_template_arguments(self, arguments: Json) -> None:
+        """Raise BadInputError if the chat template does not have these variables of a session, or those of the gateway.
+
+        They are not checked while the engine is not known.
+        """
+        with contextlib.suppress(GatewayError):
+            self._engine.parts().renderer.with_arguments(self.config.chat_template_kwargs | arguments)
 
     def _make_server(self) -> uvicorn.Server:
         config = self.config

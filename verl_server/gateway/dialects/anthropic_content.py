@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_server.gateway.conversation import as_template_call
-from verl_server.gateway.dialects.content import read_content, tool_schema
+from verl_server.gateway.dialects.content import parse_arguments, read_content, tool_schema
 from verl_server.gateway.dialects.fields import bad_request, read_object, read_text, require_recordable
 from verl_server.gateway.dialects.known_items import derive
 from verl_server.gateway.dialects.schemas import encode_schema
@@ -20,7 +20,7 @@ BILLING_HEADER = "x-anthropic-billing-header"
 
 def parse_system(value: Any) -> list[Json]:
     """The system prompt: no message or one message, without the line of the billing header."""
-    content = read_content(without_billing_line(value), "system", has_images=False)
+    content = read_content(without_billing_line(value), "system", "system")
     return [{"role": "system", **content}] if content["content"] else []
 
 
@@ -53,27 +53,25 @@ def _parse_message(message: Json) -> list[Json]:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise bad_request("'role' must be user, assistant or system")
-    if content is None:
-        raise bad_request("'content' must be a string or a list of content parts")
     apart = {"user": "tool_result", "assistant": "tool_use"}.get(role)
     blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
     taken = [block for block in blocks if block.get("type") == apart]
-    others = [block for block in content if block not in taken] if taken else content
-    parsed = {"role": role, **read_content(others, has_images=role == "user")}
+    others = [block for block in content or () if block not in taken] if taken else content
+    parsed = {"role": role, **read_content(others, role)}
     if role == "assistant":
         return [{**parsed, "tool_calls": list(map(_parse_call, taken))} if taken else parsed]
     return [*map(_parse_result, taken), *([parsed] if others or not taken else [])]
 
 
 def _parse_result(block: Json) -> Json:
-    content = read_content(block.get("content"), "tool_result.content")
+    content = read_content(block.get("content"), "tool", "tool_result.content")
     if not content["content"] and block.get("is_error"):
         content = {"content": "Error"}
     return {"role": "tool", **content, "tool_call_id": read_text(block, "tool_use_id")}
 
 
 def _parse_call(block: Json) -> Json:
-    return as_template_call(read_text(block, "id"), read_text(block, "name"), _read_object(block, "input"))
+    return as_template_call(read_text(block, "id"), read_text(block, "name"), parse_arguments(block.get("input")))
 
 
 def parse_choice(body: Json, tools: Sequence[Json]) -> tuple[tuple[str, ...] | None, bool]:

@@ -9,7 +9,7 @@ What differs from Anthropic's own servers:
 - Tools without `input_schema` (`web_search_...`, `bash_...`, `mcp_servers`) are left out: the policy does not see them.
 - `is_error` of a result is not shown to the policy, unless the result is empty: it becomes the text `Error`.
 - Images are sent as base64. Images by URL or by file, PDFs and other blocks become short texts (`content.py`).
-- The policy cannot be forced to continue an assistant message at the end of the conversation.
+- After an assistant message at the end of the conversation, the policy begins a new turn: it does not continue it.
 - `max_tokens` may be more than the context has left: then the turn ends earlier, with the reason `max_tokens`.
 """
 
@@ -76,8 +76,6 @@ class AnthropicDialect(Dialect):
         request = self.parse_count(body)
         if "max_new_tokens" not in request.sampling_params:
             raise bad_request("'max_tokens' is required")
-        if request.messages[-1]["role"] == "assistant":
-            raise bad_request("'messages' must not end with an assistant message: the policy cannot continue it")
         return request
 
     def parse_count(self, body: Json) -> TurnRequest:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import orjson
-
 from verl_server.gateway.conversation import (
     AssistantTurn,
     TurnDelta,
@@ -16,7 +14,7 @@ from verl_server.gateway.conversation import (
     as_template_call,
     normalize_messages,
 )
-from verl_server.gateway.dialects.content import read_content, read_tools, tool_schema
+from verl_server.gateway.dialects.content import parse_arguments, read_content, read_tools, tool_schema
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.dialects.fields import (
     bad_request,
@@ -34,7 +32,6 @@ from verl_server.gateway.dialects.fields import (
     read_text,
     read_top_k,
     refuse,
-    require_recordable,
     sampling_params,
 )
 from verl_server.gateway.dialects.known_items import derive
@@ -43,6 +40,9 @@ from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.dialects.tool_choice import parse_openai_choice
 from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
+
+ROLES = {"developer": "system", "function": "tool"}
+"""Roles of chat templates by the other roles of the API."""
 
 
 class ChatDialect(Dialect):
@@ -193,37 +193,26 @@ def _parse_tool(tool: Json) -> Json | None:
 
 
 def _parse_message(message: Json) -> Json:
-    role, content = message.get("role"), message.get("content")
-    has_images = role in ("user", "tool")
-    parsed: Json = {"role": "system" if role == "developer" else role, **read_content(content, has_images=has_images)}
+    role = ROLES.get(str(message.get("role")), message.get("role"))
+    parsed: Json = {"role": role, **read_content(message.get("content"), role)}
     if role == "tool":
-        parsed["tool_call_id"] = read_text(message, "tool_call_id")
+        parsed["tool_call_id"] = read_text(message, "tool_call_id" if message["role"] == "tool" else "name")
     if role == "assistant":
         calls = read_objects(message, "tool_calls")
+        if function := read_object(message, "function_call"):
+            calls = [*calls, {"id": function.get("name"), "function": function}]
         if calls:
             parsed["tool_calls"] = [_parse_call(call) for call in calls]
     return parsed
 
 
 def _parse_call(call: Json) -> Json:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    is_custom = call.get("type") == "custom"
+    function = read_object(call, "custom" if is_custom else "function")
+    if not isinstance(function.get("name"), str):
         raise bad_request("a tool call must have a function with a name")
-    return as_template_call(str(call.get("id") or ""), function["name"], parse_arguments(function.get("arguments")))
-
-
-def parse_arguments(arguments: Any) -> Any:
-    """The arguments of a tool call as a dict, which chat templates need, or as they are if they are no JSON object."""
-    if isinstance(arguments, str):
-        try:
-            value = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
-            return arguments
-        value = value if isinstance(value, dict) else arguments
-    else:
-        value = arguments if isinstance(arguments, dict) else {}
-    require_recordable("arguments", value)
-    return value
+    arguments = {"input": function.get("input")} if is_custom else parse_arguments(function.get("arguments"))
+    return as_template_call(str(call.get("id") or ""), function["name"], arguments)
 
 
 def _logprobs(turn: AssistantTurn | TurnDelta) -> Json:

@@ -8,43 +8,51 @@ not known. The text is always the same, so that the conversation is recognised w
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import orjson
 
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.dialects.fields import bad_request, read_text, require_recordable
 from verl_server.gateway.dialects.known_items import derive
 from verl_server.gateway.errors import GatewayError
-from verl_server.trajectory.rendering.messages import IMAGE_TYPES, Message
+from verl_server.trajectory.rendering.images import DATA_PREFIX
+from verl_server.trajectory.rendering.messages import image_sources
 from verl_server.types import Json
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Key of the text by the type of a part."""
+IMAGES = ("image", "image_url", "input_image")
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 """Types of thoughts. They are dropped: the recorded tokens of a turn contain its thought."""
 CALLS = ("tool_use", "tool_result")
 """Types of the blocks of Anthropic's messages that are no content of the message around them."""
+NO_IMAGES = "the model reads no images"
 MAX_KIND_CHARS = 40
 """Maximum number of characters of a type in a text for the policy."""
 
 
-def read_content(content: Any, name: str = "content", *, has_images: bool = True) -> Json:
+def read_content(content: Any, role: Any, name: str = "content") -> Json:
     """`content` of a chat message: a text, or a list of parts if there are images. `omitted`: what was left out.
 
-    `content`: a text or a list of parts, of any dialect. `name`: for errors. `has_images`: whether chat templates take
-    images in such a message. Raises GatewayError for a content that is malformed.
+    `content`: a text or a list of parts, of any dialect. The result of a tool may be any JSON value. `role`: that of
+    the message; chat templates take images of the user and of tools. `name`: for errors. Raises GatewayError for a
+    content that is malformed.
     """
     if content is None or isinstance(content, str):
         return {"content": content or ""}
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+    items = [content] if isinstance(content, dict) and content.get("type") in (*TEXTS, *IMAGES) else content
+    is_list = isinstance(items, list) and all(isinstance(item, (str, dict)) for item in items)
+    if role == "tool" and not (is_list and all(isinstance(item, str) or "type" in item for item in items)):
+        require_recordable(name, content)
+        return {"content": orjson.dumps(content).decode()}
+    if not is_list:
         raise bad_request(f"{name!r} must be a string or a list of content parts")
-    parts = [part for index, item in enumerate(content) for part in read_part(item, f"{name}[{index}]")]
-    return _joined(parts if has_images else list(map(_as_text, parts)))
-
-
-def _as_text(part: Json) -> Json:
-    return _omitted("image", "the model reads no images") if part.get("type") in IMAGE_TYPES else part
+    parts = [part for index, item in enumerate(items) for part in read_part(item, f"{name}[{index}]")]
+    return _joined(parts if role in ("user", "tool") else _without_images(parts, lambda source: NO_IMAGES))
 
 
 def _joined(parts: Sequence[Json]) -> Json:
@@ -55,8 +63,10 @@ def _joined(parts: Sequence[Json]) -> Json:
     return {"content": content, "omitted": omitted} if omitted else {"content": content}
 
 
-def read_part(part: Json, name: str) -> list[Json]:
+def read_part(part: Json | str, name: str) -> list[Json]:
     """The parts of a chat message for a part of any dialect. `name`: for errors. Raises GatewayError."""
+    if isinstance(part, str):
+        return [{"type": "text", "text": part}]
     kind = part.get("type")
     if not isinstance(kind, str) or kind in CALLS:
         raise bad_request(f"'{name}.type' = {str(kind)[:MAX_KIND_CHARS]!r} is not the type of a content part")
@@ -66,11 +76,13 @@ def read_part(part: Json, name: str) -> list[Json]:
         return [{"type": "text", "text": text}]
     if kind in THOUGHTS:
         return []
-    if kind in ("image", "image_url", "input_image"):
+    if kind in IMAGES:
         url = _image_url(part, name)
-        is_here = url is not None and url.startswith("data:image/")
-        image = {"type": "image_url", "image_url": {"url": url}}
-        return [image if is_here else _omitted("image", "the gateway downloads no files")]
+        if url is None or url[: len(DATA_PREFIX)].lower() != DATA_PREFIX:
+            return [_omitted("image", "the gateway downloads no files")]
+        head, _, encoded = url.partition(",")
+        url = f"{head.lower()},{''.join(encoded.split())}"  # lines of base64, as in mails, which engines refuse
+        return [{"type": "image_url", "image_url": {"url": url}}]
     return _texts_within(part, name) or [_omitted(kind, "the model cannot read it")]
 
 
@@ -86,12 +98,7 @@ def _image_url(part: Json, name: str) -> str | None:
     if isinstance(source, dict) and isinstance(source.get("type"), str):
         if source["type"] != "base64":
             return None
-        data = read_text(source, "data")
-        try:
-            base64.b64decode(data, validate=True)
-        except ValueError as error:
-            raise bad_request(f"'{name}.source.data' must be base64: {error}") from None
-        return f"data:{read_text(source, 'media_type')};base64,{data}"
+        return f"data:{read_text(source, 'media_type', default='')};base64,{read_text(source, 'data')}"
     url = image.get("url") if isinstance(image, dict) else image
     if url is None and isinstance(part.get("file_id"), str):
         return None
@@ -121,24 +128,32 @@ def _texts_within(part: Json, name: str) -> list[Json]:
 def _decoded(data_url: str) -> str | None:
     """The text of a data URL. None if it is no base64 of a text."""
     try:
-        return base64.b64decode(data_url.partition(",")[2], validate=True).decode()
+        return decode_base64(data_url.partition(",")[2]).decode()
     except ValueError:
         return None
 
 
-def without_images(request: TurnRequest) -> TurnRequest:
-    """The request for a policy that reads no images: each image becomes a text, as other parts do."""
-    if all(isinstance(message.get("content"), str) for message in request.messages):
-        return request
-    return dataclasses.replace(request, messages=[_without_images(message) for message in request.messages])
+def decode_base64(text: str) -> bytes:
+    """The bytes of base64, which may have white space. Raises ValueError."""
+    return base64.b64decode("".join(text.split()), validate=True)
 
 
-def _without_images(message: Message) -> Message:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    joined = _joined(list(map(_as_text, content)))
-    return {**message, **joined, "omitted": [*message.get("omitted", ()), *joined.get("omitted", ())]}
+def replace_images(request: TurnRequest, reason_of: Callable[[str], str | None]) -> TurnRequest:
+    """The request with a text in place of each image that the policy does not read.
+
+    `reason_of`: why it does not read the image of a source (`image_sources`). None if it does.
+    """
+    messages = [dict(message) for message in request.messages]
+    for message in messages:
+        if isinstance(message["content"], list):
+            joined = _joined(_without_images(message["content"], reason_of))
+            message |= {**joined, "omitted": [*message.get("omitted", ()), *joined.get("omitted", ())]}
+    return dataclasses.replace(request, messages=messages)
+
+
+def _without_images(parts: Sequence[Json], reason_of: Callable[[str], str | None]) -> list[Json]:
+    reasons = [next(map(reason_of, image_sources({"content": [part]})), None) for part in parts]
+    return [_omitted("image", why) if why else part for part, why in zip(parts, reasons, strict=True)]
 
 
 def read_tools(tools: Sequence[Json], parse: Callable[[Json], Json | None]) -> tuple[list[Json], list[str]]:
@@ -159,6 +174,16 @@ def read_tools(tools: Sequence[Json], parse: Callable[[Json], Json | None]) -> t
         else:
             schemas.append(schema)
     return schemas, omitted
+
+
+def parse_arguments(arguments: Any) -> Json:
+    """The arguments of a tool call as a dict, which chat templates need. Other values get the name `input`."""
+    value = arguments
+    if isinstance(arguments, str):
+        with contextlib.suppress(orjson.JSONDecodeError):
+            value = orjson.loads(arguments.strip() or "{}")
+    require_recordable("arguments", value)
+    return value if isinstance(value, dict) else {} if value is None else {"input": arguments}
 
 
 def tool_schema(name: str, description: Any, parameters: Any) -> Json:

@@ -8,7 +8,6 @@ object (`derive`) is not computed again. For an object that is repeated, only it
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
+from verl_server.adapter.json_body import without_half_characters
 from verl_server.gateway.dialects.fields import require_recordable
 from verl_server.types import Json
 
@@ -88,15 +88,11 @@ class KnownItems:
 
         Raises `orjson.JSONDecodeError`, NoObjectError, and GatewayError for a value with too many levels.
         """
+        raw = without_half_characters(raw)
         try:
             return self._parse(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, orjson.JSONDecodeError, RecursionError):
-            try:
-                body = orjson.loads(raw)  # its error has the position in the whole body
-            except orjson.JSONDecodeError as error:
-                if "surrogate" not in str(error):
-                    raise
-                return self._parse(_without_lone_surrogates(raw, error))
+            body = orjson.loads(raw)  # its error has the position in the whole body
             if not isinstance(body, dict):
                 raise NoObjectError from None
             require_recordable("body", body)
@@ -146,16 +142,3 @@ def _is_list_of_objects(value: memoryview) -> bool:
     if value[0] != ord("["):
         return False
     return next((byte for byte in value[1:] if byte not in _SPACE), None) == ord("{")
-
-
-def _without_lone_surrogates(raw: bytes, error: orjson.JSONDecodeError) -> bytes:
-    """The body with U+FFFD in place of lone surrogates, which no tokenizer reads. Raises `error` for other bodies."""
-
-    def refuse(_: str) -> None:
-        raise error
-
-    try:
-        text = json.dumps(json.loads(raw, parse_constant=refuse), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        raise error from None
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()

@@ -11,8 +11,7 @@ from typing import Any
 import orjson
 
 from verl_server.gateway.conversation import AssistantTurn, as_template_call
-from verl_server.gateway.dialects.chat import parse_arguments
-from verl_server.gateway.dialects.content import read_content, tool_schema
+from verl_server.gateway.dialects.content import parse_arguments, read_content, tool_schema
 from verl_server.gateway.dialects.dialect import IssuedTurns
 from verl_server.gateway.dialects.fields import bad_request, find_last, join_texts, read_objects, read_text
 from verl_server.gateway.dialects.known_items import derive
@@ -23,8 +22,7 @@ from verl_server.types import Json
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 """Roles of chat messages by the roles of the API."""
-CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
-"""Key of the arguments by the type of a call."""
+CALLS = ("function_call", "custom_tool_call")
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
@@ -36,18 +34,18 @@ def _parse_item(item: Json) -> list[Json]:
         role = ROLES.get(read_text(item, "role"))
         if role is None:
             raise bad_request(f"'role' must be one of {', '.join(ROLES)}")
-        return [{"role": role, **read_content(item.get("content"), has_images=role == "user")}]
+        return [{"role": role, **read_content(item.get("content"), role)}]
     if kind in CALLS:
-        text = read_text(item, CALLS[kind], default="")
-        arguments = parse_arguments(text) if kind == "function_call" else {"input": text}
+        is_custom = kind == "custom_tool_call"
+        arguments = {"input": item.get("input")} if is_custom else parse_arguments(item.get("arguments"))
         call = as_template_call(read_text(item, "call_id"), read_text(item, "name"), arguments)
         return [{"role": "assistant", "content": "", "tool_calls": [call]}]
     if kind in CALL_OUTPUTS:
-        content = read_content(item.get("output"), "output")
+        content = read_content(item.get("output"), "tool", "output")
         return [{"role": "tool", **content, "tool_call_id": read_text(item, "call_id")}]
     if kind == "reasoning":
         return []
-    return [{"role": "user", **read_content([item])}]  # such as a web search, or a type that is not known
+    return [{"role": "user", **read_content([item], "user")}]  # such as a web search, or a type that is not known
 
 
 def resolve_ids(body: Json, issued: IssuedTurns) -> Json:

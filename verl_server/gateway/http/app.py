@@ -15,7 +15,6 @@ from verl_server.errors import VerlServerError
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import TurnRequest, require_size
 from verl_server.gateway.dialects import DIALECTS
-from verl_server.gateway.dialects.content import without_images
 from verl_server.gateway.dialects.dialect import Dialect, openai_error
 from verl_server.gateway.errors import ErrorKind, FailureLog, GatewayError
 from verl_server.gateway.health import GatewayHealth
@@ -31,7 +30,6 @@ from verl_server.gateway.http.request_context import mark_first_token, route_of
 from verl_server.gateway.http.turn_replies import TurnReply, TurnStream, wait_for_first
 from verl_server.gateway.http.turn_routes import GatewayApp, TurnRoute
 from verl_server.gateway.http.ui.routes import add_ui_routes
-from verl_server.gateway.image_check import require_safe_images
 from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.generation import Client, Generation
 from verl_server.gateway.sessions.session import Session
@@ -181,6 +179,7 @@ def _make_handler(
                 if not session.is_open:  # the session has ended while the body arrived
                     session = access.session_of(request)
                 request.state.session_id = session.id
+                turn_request = await _with_readable_images(turn_request, session, config)
                 client = client_of(request, fingerprint)
                 generation = await session.start_turn(turn_request, client)
             if generation.num_joins > 1:
@@ -208,6 +207,7 @@ def _make_count_handler(
                 if not session.is_open:
                     session = access.session_of(request)
                 request.state.session_id = session.id
+                counted = await _with_readable_images(counted, session, config)
                 return json_response(dialect.count_reply(await session.count_tokens(counted)))
         except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
             return _error_reply(dialect, request, error)
@@ -234,10 +234,12 @@ def _parse(
     require_few_parts(body, config)
     request = parse(body)
     require_size(request, config)
-    if not session.reads_images:
-        request = without_images(request)
-    require_safe_images(request.messages, config.max_image_pixels)
     return dataclasses.replace(request, num_bytes=len(raw))
+
+
+async def _with_readable_images(request: TurnRequest, session: Session, config: GatewayConfig) -> TurnRequest:
+    images = session.images
+    return await run_aside(images.is_short(request), images.check, request, config.max_image_pixels)
 
 
 def _error_reply(dialect: Dialect, request: Request, error: Exception) -> Response:

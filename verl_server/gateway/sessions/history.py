@@ -158,10 +158,11 @@ class History:
         `keys`: those of the messages. None and all messages if the conversation continues no recorded path.
         """
         messages = request.messages
-        is_turn = [message["role"] == "assistant" for message in messages]
-        last_turn = max((count for count, found in enumerate(is_turn, 1) if found), default=1)
-        same = self._turns_with_thought(graph, keys[last_turn - 1], request, as_turn)
-        for count in range(len(keys), last_turn - 1, -1):  # a longer rest has turns that the session does not have
+        turns = [count for count, message in enumerate(messages, 1) if message["role"] == "assistant"]
+        same = self._turns_with_thought(graph, keys[max(turns, default=1) - 1], request, as_turn)
+        # A longer rest has turns that the session does not have. A turn at the end may be text of the client.
+        shortest = max((count for count in turns if count < len(messages)), default=1)
+        for count in range(len(keys), shortest - 1, -1):
             nodes = self._nodes.get(keys[count - 1], [])
             if count < len(messages):
                 nodes = [node for node in nodes if graph.node(node).sampled]

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from verl_server.agent.episodes.cursor import Cursor
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import EpisodeStopped
-from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of
+from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of, normalize_messages
 from verl_server.gateway.dialects.known_items import KnownItems
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
+from verl_server.gateway.image_check import ImageCheck
 from verl_server.gateway.records.observed_recorder import ObservedRecorder
 from verl_server.gateway.sessions.conversation_labels import RootForkReasons
 from verl_server.gateway.sessions.generation import Client, Generation
@@ -52,8 +53,7 @@ from verl_server.gateway.turn_text.sampled_calls import SampledCalls
 from verl_server.gateway.turn_text.turn_progress import TurnProgress
 from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
 from verl_server.trajectory.nodes import ForkReason, Node
-from verl_server.trajectory.rendering.messages import Message
-from verl_server.trajectory.rendering.vision_renderer import VisionRenderer, have_images, read_images
+from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.types import Json
 
 
@@ -90,6 +90,7 @@ class Session:
         self._turns = Turns(self._recorded_turns)
         self._lock = asyncio.Lock()
         """Held while the prompt of a request is rendered and recorded."""
+        self.images = ImageCheck(state.renderer)
         self.known_items = KnownItems()
         """Messages and tools of the latest requests."""
         self._reply_nodes, self._num_known_replies = dict[str, int](), 0
@@ -207,7 +208,7 @@ class Session:
         request = self._with_template_arguments(request)
         cursor, messages = self._find_path(request, await self._keys(request))
         num_tokens = self._num_tokens(cursor)
-        if messages:
+        if messages or self._is_turn(cursor.leaf):
             num_tokens += len((await self._render(cursor, messages, request))[1])
         return num_tokens
 
@@ -228,11 +229,6 @@ class Session:
     async def wait_for_turns(self) -> None:
         """Wait until all turns have ended, after `close`."""
         await asyncio.gather(*(generation.task for generation in self._turns), return_exceptions=True)
-
-    @property
-    def reads_images(self) -> bool:
-        """Whether the policy reads images."""
-        return isinstance(self._renderer, VisionRenderer)
 
     @property
     def failure(self) -> Exception | None:
@@ -256,6 +252,9 @@ class Session:
         `branch`: name of the branch of the nodes that follow.
         """
         leaf, new = self._history.find_path(self.graph, request, keys, self._as_turn)
+        ends_with_turn = request.messages[-1]["role"] == "assistant"
+        if ends_with_turn and self._is_turn(leaf) and not self._renderer.appends_assistant_messages:
+            leaf, new = None, request.messages
         reason = ForkReason.SUB_AGENT if leaf is None else ForkReason.EDITED if new else ForkReason.SAMPLE
         return Cursor(self._state, branch, leaf, reason), new
 
@@ -270,11 +269,9 @@ class Session:
             self._require_open()
             cursor, key = append_raw_prompt(self._state, str(next(self._branches)), token_ids, self._refuse)
             return Prompt(cursor, key, request, fingerprint)
-        if request.messages[-1]["role"] == "assistant":
-            raise GatewayError(ErrorKind.INVALID_REQUEST, "the last message must not be of the assistant")
         keys = await self._keys(request)
         cursor, messages = self._find_path(request, keys, str(next(self._branches)))
-        if messages:
+        if messages or self._is_turn(cursor.leaf):
             is_root = cursor.leaf is None
             remaining, limit = self._state.remaining_tokens(cursor.leaf)
             is_limited = limit == "max_context_tokens" or not is_root
@@ -284,7 +281,7 @@ class Session:
             omitted.update(f"tool {kind}" for kind in (request.omitted_tools if is_root else ()))
             messages, token_ids = await self._render(cursor, messages, request)
             self._require_open()
-            self._state.has_images |= have_images(messages, self._renderer)
+            self._state.has_images |= any(map(image_sources, messages))
             content: Json = {"messages": [dict(message) for message in messages]}
             if is_root:
                 content["tools"] = list(request.tools)
@@ -307,7 +304,9 @@ class Session:
         self._require_open()
         assert cursor.leaf is not None
         self._history.add(keys[-1], cursor.leaf)
-        return Prompt(cursor, keys[-1], request, fingerprint)
+        last = request.messages[1:][-1:]
+        said = [dict(message) for message in last if message["role"] == "assistant" and not message.get("tool_calls")]
+        return Prompt(cursor, keys[-1 - len(said)], request, fingerprint, said)
 
     async def _render(
         self, cursor: Cursor, messages: Sequence[Message], request: TurnRequest
@@ -321,15 +320,19 @@ class Session:
             before[0], *messages = self._calls.as_issued(node.id, before[0], messages)
 
         def render() -> tuple[Sequence[Message], list[int]]:
-            have_images(messages, self._renderer)  # refuses images that the model cannot see, before they are decoded
-            shown, tools = read_images(messages, self._renderer), list(request.tools) or None
-            sampled = self._calls.as_sampled(before, shown)  # not recorded: agents have the ids of the gateway
+            tools = list(request.tools) or None
+            sampled = self._calls.as_sampled(before, messages)  # not recorded: agents have the ids of the gateway
             renderer = self._renderer.with_arguments(request.template_arguments)
             if node is None:
-                return shown, renderer.render_prompt(sampled, tools)
-            return shown, renderer.render_next_turn(sampled, node.token_ids, preceding, tools)
+                return messages, renderer.render_prompt(sampled, tools)
+            if not messages:
+                return messages, renderer.render_new_turn(node.token_ids, tools)
+            return messages, renderer.render_next_turn(sampled, node.token_ids, preceding, tools)
 
         return await run_aside(is_short_prompt(messages, request.num_bytes if node is None else None), render)
+
+    def _is_turn(self, leaf: int | None) -> bool:
+        return leaf is not None and self.graph.node(leaf).sampled
 
     def _num_tokens(self, cursor: Cursor) -> int:
         return 0 if cursor.leaf is None else self.graph.num_tokens(cursor.leaf)
@@ -352,7 +355,8 @@ class Session:
         except EpisodeStopped as stopped:
             raise self._limit_error(stopped.stop_reason) from None
         turn = self._as_turn(node, request, num_prompt_tokens, reply["meta_info"])
-        self._history.add(conversation_keys("", [message_of(turn)], prompt.key)[0], node.id)
+        said = normalize_messages([*prompt.said, message_of(turn)])
+        self._history.add(conversation_keys("", said, prompt.key)[0], node.id)
         return turn
 
     def _as_turn(self, node: Node, request: TurnRequest, num_prompt_tokens: int, meta: Json) -> AssistantTurn:

@@ -25,6 +25,7 @@ from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_end import record_end, with_result
 from verl_server.gateway.sessions.session_info import (
     SessionInfo,
+    as_json,
     digest_of,
     limits_of,
     new_info,
@@ -54,10 +55,13 @@ class SessionStore:
         limits: RolloutLimits,
         expiry_s: float | None = None,
         admin_key: str | None = None,
+        require_arguments: Callable[[Json], object] = dict,
     ) -> None:
         """`open_session`: makes the session of a record. `expiry_s`: seconds after which a session ends by itself.
-        `admin_key`: key of the admin API, which no session may have.
+        `admin_key`: key of the admin API, which no session may have. `require_arguments`: raises BadInputError for
+        variables that the chat template of a new session does not have.
         """
+        self._require_arguments = require_arguments
         self._admin_digest = None if admin_key is None else digest_of(admin_key)
         self._run_dir, self._open_session, self._limits, self._expiry_s = run_dir, open_session, limits, expiry_s
         self._infos = dict[str, SessionInfo]()
@@ -99,6 +103,7 @@ class SessionStore:
         session_id, key = session_id or f"s-{secrets.token_hex(8)}", key or f"sk-{secrets.token_urlsafe(32)}"
         if (error := self._unreadable.get(session_id)) is not None:
             raise BadInputError(f"the session {session_id!r} cannot be created: {error}; choose another id")
+        self._require_arguments(as_json("chat_template_kwargs", chat_template_kwargs))
         has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
         expiry_s = (self._expiry_s if expires_in_s is None else expires_in_s) if can_expire else None
         created_at = time.time() if existing is None else existing.created_at

@@ -32,10 +32,12 @@ class Prompt:
 
     cursor: Cursor
     key: Key
-    """Key of the conversation that the prompt ends."""
+    """Key of the conversation that the prompt ends, without `said`."""
     request: TurnRequest
     fingerprint: bytes
     """Digest of the request, by which a request that is sent again is recognised."""
+    said: Sequence[Json] = ()
+    """The assistant message at the end of the prompt, if there is one. With the turn after it, it becomes one."""
     reply_id: str = field(default_factory=lambda: secrets.token_hex(12))
     """Id of the reply of a stream, before the turn has an id."""
 

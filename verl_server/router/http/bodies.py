@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from verl_server.adapter.json_body import without_half_characters
 from verl_server.errors import (
     BadInputError,
     DeadlineError,
@@ -59,7 +60,7 @@ async def read_body(request: web.BaseRequest) -> bytes:
         raise BadInputError(message, status=415)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.read()
+            return without_half_characters(await request.read())
     except TimeoutError:
         raise BadInputError(f"the body has not arrived within {BODY_TIMEOUT_S:g} s", status=408) from None
 

@@ -15,6 +15,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
+from verl_server.adapter.json_body import without_half_characters
 from verl_server.errors import ServerDiedError, ServerError
 from verl_server.router.attempt_runner import FILES_RETRY_S, Failures
 from verl_server.router.dispatcher import Dispatcher
@@ -94,7 +95,7 @@ class Forwarder:
             async with self._session.get(url, headers=headers, timeout=timeout) as answer:
                 raw = await answer.read()
             if answer.status == 200:
-                return orjson.loads(raw)
+                return orjson.loads(without_half_characters(raw))
         except (aiohttp.ClientError, ConnectionError, TimeoutError, orjson.JSONDecodeError) as error:
             raise ServerError(f"{url} cannot be read: {error or type(error).__name__}", url=url) from error
         raise ServerError(f"{url} answered with status {answer.status}", url=url, status=answer.status)

@@ -49,6 +49,7 @@ from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_to
 from verl_server.trajectory.rendering.truncation import truncate_parts, truncate_text
 from verl_server.trajectory.rendering.turn_ends import length_of_overlap, without_end
 from verl_server.types import Json
+from verl_server.validation import did_you_mean
 
 MAX_CHECKED_TOOLS = 64
 """Maximum number of remembered lists of tools. All are forgotten when there are more."""
@@ -69,6 +70,9 @@ class ChatRenderer:
     raises BadInputError.
     """
 
+    appends_assistant_messages = True
+    """Whether `render_next_turn` takes messages of the assistant, and whether there is `render_new_turn`."""
+
     def __init__(self, tokenizer: Any, **template_arguments: Any) -> None:
         require_tokenizer(tokenizer)
         self._template_arguments = template_arguments
@@ -84,8 +88,12 @@ class ChatRenderer:
             raise UnsupportedError("this tokenizer has no chat template; set tokenizer.chat_template")
         for name in template_arguments:
             if not self.has_template_argument(name):
-                raise BadInputError(f"the chat template has no variable {name!r} that can be set")
+                words = set(filter(self.has_template_argument, re.findall(r"\w+", str(tokenizer.chat_template))))
+                hint = did_you_mean(name, sorted(words))
+                raise BadInputError(f"the chat template has no variable {name!r} that can be set{hint}")
         self._check_template(())
+        message = self._apply_template([{"role": "user", "content": "a"}], None, False)
+        self._control_tokens.learn_turn_tokens(message + self.decode_all(sorted(self.end_ids)))
 
     def _check_template(self, tools: Sequence[Json]) -> None:
         """Raise UnsupportedError if the template or the tokenizer does not allow rendering of single turns."""
@@ -145,12 +153,12 @@ class ChatRenderer:
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[Json] | None = None) -> list[int]:
         """Token ids of the first prompt of a conversation. `tools`: JSON schemas of the tools.
 
-        The text of a control token in a message or in a tool is tokenized as ordinary text. In an assistant message it
-        becomes the control token. Prompts are cached for one minute, so the samples of a group get the same prompt even
-        if the template writes the current time. Raises BadInputError for messages that are invalid, that the template
-        refuses or whose content it does not show, and for a tool whose name the prompt does not contain. Raises
-        UnsupportedError if the text that the template renders after an assistant turn depends on earlier turns when the
-        template gets these tools.
+        The text of a control token in a message or in a tool is tokenized as ordinary text. In an assistant message
+        this holds for tokens that end or begin a message: others belong to a thought or a call. Prompts are cached for
+        one minute, so the samples of a group get the same prompt even if the template writes the current time. Raises
+        BadInputError for messages that are invalid, that the template refuses or whose content it does not show, and
+        for a tool whose name the prompt does not contain. Raises UnsupportedError if the text that the template renders
+        after an assistant turn depends on earlier turns when the template gets these tools.
         """
         validate_messages(messages)
         key = key_of(messages, tools)
@@ -190,6 +198,15 @@ class ChatRenderer:
         results that the template writes differently after tool calls.
         """
         validate_messages(messages)
+        return self._render_next(messages, turn_ids, tools)
+
+    def render_new_turn(self, turn_ids: Sequence[int], tools: Sequence[Json] | None = None) -> list[int]:
+        """As `render_next_turn`, for a turn that follows an assistant turn without a message between."""
+        return self._render_next((), turn_ids, tools)
+
+    def _render_next(
+        self, messages: Sequence[Message], turn_ids: Sequence[int], tools: Sequence[Json] | None
+    ) -> list[int]:
         messages, tools, mark = self._control_tokens.mark_prompt(with_call_ids(messages), tools or ())
         text = self._render_after_turn(FIRST_HISTORY, messages, tools)
         require_shown(messages, text)
@@ -294,7 +311,7 @@ class ChatRenderer:
     ) -> str:
         """The text that the template renders after an assistant turn that follows `history`."""
         placeholder, with_calls = {"role": "assistant", "content": ASSISTANT_PLACEHOLDER}, ""
-        if messages[0]["role"] == "tool":
+        if messages and messages[0]["role"] == "tool":
             with contextlib.suppress(BadInputError):
                 with_calls, end = self._call_turns.render(history, messages, tools)
                 if end is not None:

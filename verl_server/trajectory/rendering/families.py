@@ -44,6 +44,7 @@ from verl_server.trajectory.rendering.token_codec import TokenCodec
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
 from verl_server.trajectory.rendering.vision_renderer import VisionRenderer, is_vision_processor
 from verl_server.types import Json
+from verl_server.validation import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,8 @@ class FamilyRenderer(ChatRenderer):
     UnsupportedError if the family is unknown or the tokenizer does not belong to it.
     """
 
+    appends_assistant_messages = False
+
     def __init__(self, tokenizer: Any, family: str, **template_arguments: Any) -> None:
         require_tokenizer(tokenizer)
         self._template_arguments = template_arguments
@@ -149,6 +152,8 @@ class FamilyRenderer(ChatRenderer):
             self._marking_tokenizer = _MarkingTokenizer(tokenizer)
             self._marking_family: Any = create_renderer(self._marking_tokenizer, config)
             """Renders messages with marks, see `foreign_text`."""
+            message = self._family.render_ids([{"role": "user", "content": "a"}], add_generation_prompt=False)
+            self._control_tokens.learn_turn_tokens(self.decode_all([*message, *sorted(self.end_ids)]))
         except Exception as error:
             raise UnsupportedError(f"this tokenizer is not of the family {family!r}: {error}") from error
 
@@ -162,7 +167,8 @@ class FamilyRenderer(ChatRenderer):
         """The family's configuration with the template arguments. Raises BadInputError for those it does not have."""
         given, known = self._template_arguments, sorted(self._argument_names)
         if unknown := [name for name in given if name not in known]:
-            raise BadInputError(f"the family {self.family!r} has no template argument {unknown[0]!r}; it has {known}")
+            found = f"{unknown[0]!r}; it has {known}{did_you_mean(unknown[0], known)}"
+            raise BadInputError(f"the family {self.family!r} has no template argument {found}")
         try:
             return type(config)(**{**config.model_dump(exclude_unset=True), **given}) if given else config
         except pydantic.ValidationError as error:

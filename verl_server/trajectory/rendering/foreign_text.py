@@ -42,29 +42,45 @@ class ControlTokens:
         """Ids of the tokens that `decode` leaves out of a text."""
         self._can_split = _keeps_parts(tokenizer)
         words = (token.content for token in added if token.content.strip())  # no tokens of white space, as Gemma's
-        self._special, self._all = _starts_of(special), _starts_of({*special, *words})
+        self._names = {*special, *words} - {""}
+        self._special, self._all = _starts_of(special), _starts_of(self._names)
+        self._turn = _starts_of(())
+
+    def learn_turn_tokens(self, text: str) -> None:
+        """Let the tokens in a text count in all messages. `text`: a message of the user as rendered, and end markers.
+
+        Some tokenizers do not call them special.
+        """
+        found = {name for name in self._names if name in text}
+        self._turn, self._special = _starts_of(found), _starts_of({*self._special_names, *found})
+
+    def _pattern_of(self, message: Message) -> re.Pattern[str]:
+        patterns = {"assistant": self._turn, "tool": self._all}
+        return patterns.get(message["role"], self._special)
 
     def mark_prompt(self, messages: Sequence[Message], tools: Sequence[Json]) -> tuple[list[Message], list[Json], str]:
         """The messages and tools with marks in their texts, and the mark. Empty if no text has the text of a token.
 
         In the result of a tool and in the schema of a tool, also the text of tokens counts that tokenizers do not call
-        special, for example `<tool_call>`. Assistant messages are not marked: they are text of a policy, in which
-        templates look for the end of a thought. Raises BadInputError if no mark is free.
+        special, for example `<tool_call>`. In an assistant message, only tokens that end or begin a message count:
+        templates look for the end of a thought in it. Raises BadInputError if no mark is free.
         """
         in_messages = ["".join(_foreign_texts(message)) for message in messages]
         in_tools = ["\n".join(strings_of(tool)) for tool in tools]
-        if not any(map(self._all.search, (*in_messages, *in_tools))):
+        has_tokens = any(
+            self._pattern_of(message).search(text) for message, text in zip(messages, in_messages, strict=True)
+        )
+        if not (has_tokens or any(map(self._all.search, in_tools))):
             return list(messages), list(tools), ""
         named = [tool for tool, text in zip(tools, in_tools, strict=True) if self._all.search(text)]
         mark = self._free_mark([*in_messages, *in_tools], f"the tool {name_of(named[0])!r}" if named else "a message")
 
         def change(message: Message) -> Message:
+            pattern = self._pattern_of(message)
             if message["role"] == "assistant":
-                return message
-            is_tool = message["role"] == "tool"
-            pattern = self._all if is_tool else self._special
+                return dict(_map_strings(message, lambda text: pattern.sub(rf"\g<0>{mark}", text)))
             changed = _map_texts(message, lambda text: pattern.sub(rf"\g<0>{mark}", text), mark)
-            names = ("name", "tool_call_id") if is_tool else ()
+            names = ("name", "tool_call_id") if message["role"] == "tool" else ()
             given = {key: changed[key] for key in names if isinstance(changed.get(key), str)}
             return changed | {key: pattern.sub(rf"\g<0>{mark}", value) for key, value in given.items()}
 
@@ -187,6 +203,8 @@ def texts_of(message: Message) -> list[str]:
 
 def _foreign_texts(message: Message) -> list[str]:
     """All texts of a message that come from outside. For the result of a tool also the name that the policy called."""
+    if message["role"] == "assistant":
+        return list(strings_of(message))
     names = [str(message.get(key, "")) for key in ("name", "tool_call_id")] if message["role"] == "tool" else []
     return [*texts_of(message), *names]
 

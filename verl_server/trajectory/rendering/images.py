@@ -44,9 +44,9 @@ def _opened(source: str) -> Iterator[Image]:
 
     try:
         yield Image.open(io.BytesIO(_read(source)))
-    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        if isinstance(error, BadInputError):
-            raise
+    except BadInputError:
+        raise
+    except Exception as error:  # the plugins of Pillow raise many errors for a file that is damaged
         reason = "its bytes are no image that Pillow can decode" if isinstance(error, UnidentifiedImageError) else error
         raise BadInputError(f"the image {shorten(source)} cannot be read: {reason}") from error
 

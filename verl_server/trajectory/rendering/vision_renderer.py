@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.rendering.images import embed_images, image_size
+from verl_server.trajectory.rendering.images import embed_images, image_size, open_image
 from verl_server.trajectory.rendering.messages import Message, image_sources, validate_messages
 from verl_server.trajectory.rendering.tokenizer import require_tokenizer
 from verl_server.types import Json
@@ -118,6 +118,22 @@ class VisionRenderer(ChatRenderer):
                 f"{found[0]}': -100.0}}}} prevents it"
             )
 
+    def can_read(self, source: str) -> bool:
+        """Whether the policy can read an image: it can be decoded, and the image processor takes its size."""
+        try:
+            image = open_image(source)
+            self._num_tokens([(image.height, image.width)])
+        except BadInputError:
+            return False
+        return True
+
+    def _num_tokens(self, sizes: list[tuple[int, int]]) -> list[int]:
+        """The numbers of tokens of images with these sizes (height, width). Raises BadInputError."""
+        try:
+            return list(self._processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens)
+        except ValueError as error:  # for example an image of 1 x 1000 pixels
+            raise BadInputError(f"the image processor refuses the images {sizes} (height, width): {error}") from error
+
     def _expand(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
         """The token ids with all tokens of each image. Raises BadInputError for an image that cannot be read."""
         image, sources = self._image_token_id, [source for message in messages for source in image_sources(message)]
@@ -132,11 +148,7 @@ class VisionRenderer(ChatRenderer):
             return token_ids
         if any(before == token == image for before, token in pairwise(token_ids)):
             raise UnsupportedError("the chat template writes the placeholders of two images without a token between")
-        sizes = list(map(image_size, sources))
-        try:
-            counts = iter(self._processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens)
-        except ValueError as error:  # for example an image of 1 x 1000 pixels
-            raise BadInputError(f"the image processor refuses the images {sizes} (height, width): {error}") from error
+        counts = iter(self._num_tokens(list(map(image_size, sources))))
         return [same for token in token_ids for same in [token] * (int(next(counts)) if token == image else 1)]
 
 

@@ -10,6 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from verl_server.adapter.json_body import without_half_characters
 from verl_server.adapter.sglang import endpoints as sglang
 from verl_server.adapter.sglang.endpoints import Endpoint
 from verl_server.adapter.vllm import endpoints as vllm
@@ -150,7 +151,7 @@ class ServerApp:
 
 async def _read_body(request: Request) -> Json:
     """The JSON object of the request. An empty body is an empty object."""
-    raw = await request.body()
+    raw = without_half_characters(await request.body())
     try:
         body = orjson.loads(raw) if raw else {}
     except orjson.JSONDecodeError as error:
