@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -48,7 +51,7 @@ from verl_server.ranks.placement import compute_placement
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.broadcast.placement import wait_for_receivers
-from verl_server.weights.broadcast.store import arrival_key, open_store
+from verl_server.weights.broadcast.store import arrival_key, connect_to_store, open_store
 from verl_server.weights.checksum import XXH3
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest
@@ -672,3 +675,26 @@ def test_a_server_does_not_wait_for_a_trainer_whose_machine_has_vanished(two_mac
     finally:
         trainer.kill()
         server.kill()
+
+
+def test_a_server_does_not_wait_for_a_trainer_that_is_stopped() -> None:
+    """Takes 10 s: the deadline of one operation. What the server wrote meanwhile arrives when the trainer continues."""
+    program = TRAINER_STORE.replace("10.77.0.1", "127.0.0.1")
+    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert trainer.stdout is not None
+        port = int(trainer.stdout.readline())
+        store = connect_to_store("127.0.0.1", port)
+        assert len({store.call(lambda _: threading.get_ident()) for _ in range(100)}) == 1, "one thread for all polls"
+        os.kill(trainer.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            for attempt in [pool.submit(store.check, ["set"]), pool.submit(connect_to_store, "127.0.0.1", port)]:
+                assert isinstance(attempt.exception(), ConnectionError)
+        with pytest.raises(ConnectionError):
+            store.set("report", "done")
+        assert time.monotonic() - started < 12.0
+        os.kill(trainer.pid, signal.SIGCONT)
+        assert store.get("report") == b"done"
+    finally:
+        trainer.kill()

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 POLL_INTERVAL_S = 0.02
+LOSS_NOTICE_S = 1.0
+"""Seconds after the error of a collective in which the rank is found that has ended."""
 
 
 class ShardWriter:
@@ -115,7 +117,7 @@ class ShardWriter:
 
         With ranks of other engines, all ranks raise the error. Otherwise this rank takes part in gathering.
         """
-        if self._shared.shared(_meshes_of(named_tensors)):
+        if self._shared.shared(meshes_of(named_tensors)):
             self._shared.leave(error)
         else:
             self.gather_only(named_tensors)
@@ -265,18 +267,21 @@ class ShardWriter:
                     seconds=self._gather_timeout_s,
                 )
         if "error" in outcome:
+            if is_shared:
+                self._shared.raise_loss(mesh, wait_s=LOSS_NOTICE_S)
             raise PeerError(f"gathering a tensor from the trainer's ranks failed: {outcome['error']}")
         whole: torch.Tensor = outcome["tensor"]
         return whole
 
 
-def _meshes_of(named_tensors: NamedTensors) -> dict[frozenset[int], list[str]]:
+def meshes_of(named_tensors: NamedTensors) -> dict[frozenset[int], list[str]]:
     """The names of the DTensors of a collection by the ranks of their device meshes. Leaves bad items out."""
     from torch.distributed.tensor import DTensor
 
     names: dict[frozenset[int], list[str]] = {}
-    with contextlib.suppress(BadInputError):
-        for name, tensor in map(validated_pair, items_of(named_tensors)):
+    for item in items_of(named_tensors):
+        with contextlib.suppress(BadInputError):
+            name, tensor = validated_pair(item)
             if isinstance(tensor, DTensor):
                 names.setdefault(ranks_of(tensor.device_mesh), []).append(name)
     return names
@@ -284,5 +289,5 @@ def _meshes_of(named_tensors: NamedTensors) -> dict[frozenset[int], list[str]]:
 
 def enter_meshes(shared: SharedMeshes, named_tensors: NamedTensors) -> None:
     """Agree on all collectives of a collection of tensors with the ranks of other engines that share its meshes."""
-    for mesh, names in sorted(_meshes_of(named_tensors).items(), key=lambda item: sorted(item[0])):
+    for mesh, names in sorted(meshes_of(named_tensors).items(), key=lambda item: sorted(item[0])):
         shared.enter([mesh], f"{len(names)} DTensors (digest {zlib.crc32(chr(0).join(names).encode()):08x})")
