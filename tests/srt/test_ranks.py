@@ -552,6 +552,38 @@ def test_engines_on_one_mesh(tiny: Callable[..., Path], transport: str) -> None:
         assert seconds < 5.0, (name, seconds)
 
 
+def _tensors_end_early(rank: int, world: int) -> list[tuple[tuple[str, str], float]]:
+    """One rank has fewer tensors than the other one, which gathers the next."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    found = []
+    for short, length, as_dict in ((1, 2, False), (0, 2, False), (1, 0, False), (1, 3, True)):
+        updater = _updater(rank, world)
+        group: Any = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        pending = {name: DTensor.from_local(torch.ones(4), mesh, [Partial()]) for name in NAMES}
+        items = list(pending.items())[: length if rank == short else None]
+        started = time.monotonic()
+        error = _update(updater, dict(items) if as_dict else (item for item in items))
+        found.append((error, time.monotonic() - started))
+        dist.barrier()
+        updater.coordinator.close()
+        updater.close()
+    return found
+
+
+def test_a_rank_whose_tensors_end_early_is_an_error_on_all_ranks_within_seconds(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(_tensors_end_early)
+    assert [error for error, _ in first] == [error for error, _ in second]
+    assert all(seconds < 4.0 for _, seconds in first + second), (first, second)
+    for (kind, message), short, length in zip((error for error, _ in first), (1, 0, 1, 1), (2, 2, 0, 3), strict=True):
+        assert kind == "PeerError"
+        cause = (
+            f"rank {1 - short} gathers 't{length}' with rank {short}, but named_tensors of rank {short} ended before"
+        )
+        assert cause in message
+
+
 SIZES = {"a": 8, "b": 4}
 
 
