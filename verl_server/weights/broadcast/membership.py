@@ -24,6 +24,16 @@ from verl_server.weights.device.streams import accelerator, as_current
 from verl_server.weights.reports import Report
 
 
+def report_before_joining(message: Json, tp_rank: int, refusal: str | None) -> None:
+    """Reach the trainer's store and report whether this receiver can join the group. `refusal`: why it cannot.
+
+    The group is formed at the first load, in which the trainer takes part.
+    """
+    report = Report(message["update_id"], ok=refusal is None, error=refusal)
+    key = report_key(message["group_name"], report.update_id, message["first_receiver"] + tp_rank)
+    set_json(connect_to_store(*message["store_address"]), key, {"report": asdict(report), "checksums": []})
+
+
 class Membership(ABC):
     """One receiver's membership in the group of one trainer. A process has at most one membership of each subclass.
 
