@@ -330,9 +330,12 @@ class SharedMeshes:
 
     def _early_outcome(self, mesh: Mesh, name: str, is_late: bool) -> Json | None:
         """The outcome when a rank will not arrive, otherwise None."""
-        missing = [rank for rank in mesh if not _has(f"{name}/{rank}")]
+        missing, number = [rank for rank in mesh if not _has(f"{name}/{rank}")], self._number
         for rank in missing:
-            if (why := self._why_left(rank) or _end_of_engine(rank) or _end_of_process(rank)) is not None:
+            why = self._why_left(rank) or _end_of_engine(rank) or _end_of_process(rank)
+            if self._number != number:
+                return None
+            if why is not None:
                 return {"error": _refusal(rank, why), "ranks": [rank]}
         if is_late and missing:
             message = (
