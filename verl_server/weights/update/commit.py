@@ -110,8 +110,6 @@ def commit(
         raise
     except BaseException as error:
         if not weights_are_torn and not load_started.is_set():
-            if isinstance(error, VerlServerError):
-                leave_out_failed(servers, error)
             resume_unchanged(servers)
         elif isinstance(error, VerlServerError):
             raise torn_error(error, validated) from error
@@ -226,7 +224,10 @@ def prepare(update: StagedUpdate, attempt: UpdateAttempt) -> Iterator[None]:
 
 
 def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
-    """The steps begin, open, load, end and verify reports. Raises TornWeightsError for any failure after `open`."""
+    """The steps begin, open, load, end and verify reports. Raises TornWeightsError for any failure after `open`.
+
+    With several servers, for any failure after `begin`.
+    """
     servers, sender, validated = update.servers, update.sender, update.validated
     messages = [
         {
@@ -240,6 +241,8 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
     ]
     try:
         with open_session(servers):
+            if len(attempt.members) > 1:  # the update is repeated, without those that fail again
+                update.load_started.set()
             if attempt.members != sender.opened_members:
                 servers.load([{**message, "opens_only": True} for message in messages], None, flush_cache=False)
                 opening = replace(attempt, verify=False)
