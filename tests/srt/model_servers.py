@@ -19,7 +19,6 @@ from verl_server.weights.double_buffer.layout import plan_double_buffer
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.loader import load_weights
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.reports import Report
 from verl_server.weights.transports import receiver_class, sender_class
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.buffer_filler import BufferRole
@@ -69,10 +68,11 @@ class ModelServers:
     def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         (message,) = messages
         for tp_rank, model in enumerate(self.models):
-            receiver = receiver_class(message["transport"])(message, tp_rank)
+            transport = receiver_class(message["transport"])
             if message.get("opens_only"):
-                receiver.send_report(Report(message["update_id"], ok=True), [])
+                transport.open_only(message, tp_rank)
                 continue
+            receiver = transport(message, tp_rank)
             receiver.send_report(*load_weights(receiver, model, message["update_id"], message["verify"]))
 
     def end_weight_update(self) -> None:

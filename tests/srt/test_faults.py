@@ -51,6 +51,21 @@ TEARING = STEPS[2:4]
 """Steps at which the server may hold a part of an update."""
 
 
+def at_step(step: str, act: Callable[[], None]) -> Callable[[str], None]:
+    """A function for `Interceptor` that calls `act` once, when the request of a step of a first update begins.
+
+    The server is asked to load twice. The first request asks whether it can open what the transport needs.
+    """
+    paths: list[str] = []
+
+    def before(path: str) -> None:
+        paths.append(path)
+        if path == step and paths.count(step) == (2 if step == "/update_weights_from_tensor" else 1):
+            act()
+
+    return before
+
+
 @pytest.fixture(scope="module")
 def started(tiny: Callable[..., Path]) -> Iterator[Iterator[Any]]:
     """Servers. The first keeps running; each of the others is killed at one step."""
@@ -93,12 +108,11 @@ def test_a_trainer_killed_at_each_step(
     process: Any = None
     killed = threading.Event()
 
-    def kill(path: str) -> None:
-        if path == step and not killed.is_set():
-            process.kill()
-            killed.set()
+    def kill() -> None:
+        process.kill()
+        killed.set()
 
-    with no_new_shared_memory(), Interceptor(server.base_url, kill) as front:
+    with no_new_shared_memory(), Interceptor(server.base_url, at_step(step, kill)) as front:
         arguments = (str(tiny("qwen3")), tmp_path, transport, remote_server_of(server, front.url))
         process = processes().Process(target=push_once, args=arguments)
         process.start()
@@ -147,11 +161,10 @@ def test_a_server_killed_at_each_step(
     model = reference_model(tiny("qwen3"))
     change_weights(model, seed=5)
 
-    def kill(path: str) -> None:
-        if path == step:
-            os.kill(victim.pids.main, signal.SIGKILL)
+    def kill() -> None:
+        os.kill(victim.pids.main, signal.SIGKILL)
 
-    with no_new_shared_memory(), Interceptor(victim.base_url, kill) as front:
+    with no_new_shared_memory(), Interceptor(victim.base_url, at_step(step, kill)) as front:
         remotes = [remote_server_of(server), remote_server_of(victim, front.url)]
         started_at = time.monotonic()
         with VerlEngine(
@@ -173,9 +186,8 @@ def _rank_with_a_dying_peer(rank: int, world: int, folder: str, server: RemoteSe
     model = reference_model(folder)
     change_weights(model, seed=8)
 
-    def kill(path: str) -> None:
-        if path == step:
-            os.kill(pids[1], signal.SIGKILL)
+    def kill() -> None:
+        os.kill(pids[1], signal.SIGKILL)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for number, item in enumerate(model.state_dict().items()):
@@ -183,7 +195,7 @@ def _rank_with_a_dying_peer(rank: int, world: int, folder: str, server: RemoteSe
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 
-    with Interceptor(server.base_url, kill) as front:
+    with Interceptor(server.base_url, at_step(step, kill)) as front:
         target = replace(server, base_url=front.url) if rank == 0 else server
         with VerlEngine(
             mesh_of(world), servers=[target], model_path=folder, dtype="float32",
@@ -225,9 +237,10 @@ def test_a_wrong_checksum_is_repaired_once(
     model = reference_model(tiny("qwen3"))
     change_weights(model, seed=6)
     changed_files: list[Path] = []
+    is_opened = threading.Event()
 
     def change_a_bit(path: str) -> None:
-        if path == "/update_weights_from_tensor" and len(changed_files) < times:
+        if path == "/update_weights_from_tensor" and is_opened.is_set() and len(changed_files) < times:
             (file,) = tmp_path.glob("*.safetensors")
             with file.open("r+b") as stream:
                 stream.seek(-100, os.SEEK_END)
@@ -240,6 +253,8 @@ def test_a_wrong_checksum_is_repaired_once(
         one_rank, servers=[remote_server_of(server, front.url)], model_path=str(tiny("qwen3")), dtype="float32",
         weights=WeightsConfig(transport="disk", folder=tmp_path),
     ) as engine:  # fmt: skip
+        engine.update_weights_from_tensor(model.state_dict().items())  # the first one opens the folder
+        is_opened.set()
         if times == 2:
             with pytest.raises(TornWeightsError, match="read 1 tensors that differ"):
                 engine.update_weights_from_tensor(model.state_dict().items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import os
 import signal
@@ -36,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl_server import HttpServerEngineAdapter, PauseMode, RemoteServer, Timeouts, VerlEngine, WeightsConfig
 from verl_server.engine.start_backend import broadcast_function, connect_coordinator
 from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
+from verl_server.ranks import shared_meshes
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.machine import reachable_address
 from verl_server.ranks.placement import compute_placement
@@ -548,6 +550,173 @@ def test_engines_on_one_mesh(tiny: Callable[..., Path], transport: str) -> None:
         assert other[0] in ("PeerError", "TornWeightsError"), (name, own, other)
         assert words[name] in other[1], (name, other)
         assert seconds < 5.0, (name, seconds)
+
+
+def _tensors_end_early(rank: int, world: int) -> list[tuple[tuple[str, str], float]]:
+    """One rank has fewer tensors than the other one, which gathers the next."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    found = []
+    for short, length, as_dict in ((1, 2, False), (0, 2, False), (1, 0, False), (1, 3, True)):
+        updater = _updater(rank, world)
+        group: Any = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        pending = {name: DTensor.from_local(torch.ones(4), mesh, [Partial()]) for name in NAMES}
+        items = list(pending.items())[: length if rank == short else None]
+        started = time.monotonic()
+        error = _update(updater, dict(items) if as_dict else (item for item in items))
+        found.append((error, time.monotonic() - started))
+        dist.barrier()
+        updater.coordinator.close()
+        updater.close()
+    return found
+
+
+def test_a_rank_whose_tensors_end_early_is_an_error_on_all_ranks_within_seconds(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(_tensors_end_early)
+    assert [error for error, _ in first] == [error for error, _ in second]
+    assert all(seconds < 4.0 for _, seconds in first + second), (first, second)
+    for (kind, message), short, length in zip((error for error, _ in first), (1, 0, 1, 1), (2, 2, 0, 3), strict=True):
+        assert kind == "PeerError"
+        cause = (
+            f"rank {1 - short} gathers 't{length}' with rank {short}, but named_tensors of rank {short} ended before"
+        )
+        assert cause in message
+
+
+SIZES = {"a": 8, "b": 4}
+
+
+def _engine_of_one_rank(rank: int) -> StagedUpdater:
+    """The updater of an engine of this rank alone, which has a model in this process."""
+    updater = staged_updater("shared_memory", ModelServers(SIZES), SIZES)
+    updater.ranks = dataclasses.replace(updater.ranks, global_ranks=frozenset({rank}))
+    updater._writer_ranks = frozenset({rank})
+    shared_meshes.engine_started(updater.ranks.global_ranks)
+    return updater
+
+
+def _tensors_of_step(mesh: DeviceMesh | None, step: int) -> dict[str, Any]:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = {name: torch.full((size,), float(step)) for name, size in SIZES.items()}
+    return whole if mesh is None else {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in whole.items()}
+
+
+def _plain_updates_fail_on_one_rank(rank: int, world: int) -> list[tuple[str, tuple[str, str]]]:
+    """Updates without a shared mesh that fail on one rank, and after each one an update with a shared mesh."""
+    mesh, updater = mesh_of(world), _engine_of_one_rank(rank)
+    servers: Any = updater.ranks.servers
+    found: list[tuple[str, tuple[str, str]]] = []
+    step = 0
+
+    def fail(name: str, tensors: Callable[[dict[str, Any]], Any], load_format: str | None, mesh: Any = None) -> None:
+        nonlocal step
+        step += 1
+        options = UpdateOptions(None, True, True, PauseMode.RETRACT, True)
+        all_tensors = _tensors_of_step(mesh, step)
+        found.append((name, raised(lambda: updater.update(tensors(all_tensors), load_format, options))))
+
+    def succeed() -> None:
+        nonlocal step
+        for as_dict in (True, False):
+            step += 1
+            tensors = _tensors_of_step(mesh, step)
+            push(updater, tensors if as_dict else (item for item in tensors.items()))  # type: ignore[arg-type]
+            for tensor in servers.models[0].tensors.values():
+                assert tensor.tolist() == [float(step)] * len(tensor), "shards of two steps are mixed"
+
+    def failing(tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for number, item in enumerate(tensors.items()):
+            if rank == 1 and number == 1:
+                time.sleep(1.0)  # the other rank is in its next update already
+                raise OSError("the disk is gone")
+            yield item
+
+    def generator(tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        return (item for item in tensors.items())
+
+    wrong = "direct" if rank == 0 else None
+    succeed()
+    fail("first", generator, wrong)
+    succeed()
+    fail("dict", dict, wrong)
+    succeed()
+    fail("late", failing, None)
+    succeed()
+    for name in ("one", "two"):
+        fail(name, generator, wrong)
+    fail("none", generator, None)
+    succeed()
+    fail("shared", generator, wrong, mesh)
+    succeed()
+    updater.close()
+    return found
+
+
+def test_an_update_without_a_shared_mesh_may_fail_on_one_rank(two_ranks: Ranks) -> None:
+    """The next update with a shared mesh pairs with that of the same step, and the ranks raise no error for it."""
+    first, second = two_ranks.run(_plain_updates_fail_on_one_rank)
+    refused, none = "BadInputError", "nothing"
+    assert [(name, kind) for name, (kind, _) in first] == [
+        ("first", refused), ("dict", refused), ("late", none), ("one", refused), ("two", refused), ("none", none),
+        ("shared", refused),
+    ]  # fmt: skip
+    assert [(name, kind) for name, (kind, _) in second] == [
+        ("first", none), ("dict", none), ("late", "PeerError"), ("one", none), ("two", none), ("none", none),
+        ("shared", "PeerError"),
+    ]  # fmt: skip
+    assert "load_format 'direct' is not supported" in second[-1][1][1]
+
+
+def _the_process_with_the_store_is_stopped(rank: int, world: int) -> tuple[tuple[str, str], float]:
+    """Rank 0, which has the store, is stopped while rank 1 waits for it, and continues when rank 1 has given up."""
+    mesh, updater = mesh_of(world), _engine_of_one_rank(rank)
+    push(updater, _tensors_of_step(mesh, 1))
+    pids: list[Any] = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    tensors = _tensors_of_step(mesh, 2)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    started = time.monotonic()
+    error = raised(lambda: push(updater, tensors))
+    if rank == 1:
+        os.kill(pids[0], signal.SIGCONT)
+    found = error, time.monotonic() - started
+    push(updater, _tensors_of_step(mesh, 3))
+    updater.close()
+    return found
+
+
+def test_the_process_with_the_store_is_stopped(two_ranks: Ranks) -> None:
+    """It takes 10 s, the deadline of an operation of the store. Then all ranks have an error, and go on together."""
+    (first, _), (second, seconds) = two_ranks.run(_the_process_with_the_store_is_stopped)
+    assert (first[0], second[0]) == ("PeerError", "PeerError"), (first, second)
+    assert "trainer rank 1" in first[1]
+    assert "is stopped or cannot be reached: the trainer's machine did not answer within 10 s" in second[1]
+    assert seconds < 15.0
+
+
+def _a_rank_is_killed_in_a_collective(rank: int, world: int) -> tuple[tuple[str, str], float]:
+    from torch.distributed.tensor import DTensor
+
+    mesh, updater = mesh_of(world), _engine_of_one_rank(rank)
+    tensors = _tensors_of_step(mesh, 1)
+    if rank == world - 1:  # not the rank that has the store
+        DTensor.full_tensor = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+    started = time.monotonic()
+    error = raised(lambda: push(updater, tensors))
+    return error, time.monotonic() - started
+
+
+def test_a_rank_that_is_killed_in_a_collective_is_named() -> None:
+    with trainer_ranks(3) as ranks:
+        *others, _ = ranks.run(_a_rank_is_killed_in_a_collective, dying=1)
+    for (kind, message), seconds in others:
+        assert kind == "PeerError"
+        assert "trainer rank 2" in message
+        assert "its process has ended" in message
+        assert seconds < 5.0
 
 
 def _failing_with(error: BaseException) -> Iterator[tuple[str, Any]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -45,10 +48,10 @@ from verl_server.errors import (
 from verl_server.ranks.channel import Channel
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
-from verl_server.types import ServerInfo, TensorSpec
+from verl_server.types import Json, ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena
 from verl_server.weights.broadcast.placement import wait_for_receivers
-from verl_server.weights.broadcast.store import arrival_key, open_store
+from verl_server.weights.broadcast.store import arrival_key, connect_to_store, open_store
 from verl_server.weights.checksum import XXH3
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest
@@ -672,3 +675,71 @@ def test_a_server_does_not_wait_for_a_trainer_whose_machine_has_vanished(two_mac
     finally:
         trainer.kill()
         server.kill()
+
+
+def test_a_server_does_not_wait_for_a_trainer_that_is_stopped() -> None:
+    """Takes 10 s: the deadline of one operation. What the server wrote meanwhile arrives when the trainer continues."""
+    program = TRAINER_STORE.replace("10.77.0.1", "127.0.0.1")
+    trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        assert trainer.stdout is not None
+        port = int(trainer.stdout.readline())
+        store = connect_to_store("127.0.0.1", port)
+        assert len({store.call(lambda _: threading.get_ident()) for _ in range(100)}) == 1, "one thread for all polls"
+        os.kill(trainer.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            for attempt in [pool.submit(store.check, ["set"]), pool.submit(connect_to_store, "127.0.0.1", port)]:
+                assert isinstance(attempt.exception(), ConnectionError)
+        with pytest.raises(ConnectionError):
+            store.set("report", "done")
+        assert time.monotonic() - started < 12.0
+        os.kill(trainer.pid, signal.SIGCONT)
+        assert store.get("report") == b"done"
+    finally:
+        trainer.kill()
+
+
+class ServersInAnotherContainer(ModelServers):
+    """The TP rank runs in a PID namespace of its own, so that it does not see the processes of the trainer."""
+
+    PROGRAM = """
+import json, sys
+from verl_server.weights.transports import receiver_class
+message = json.loads(sys.stdin.read())
+receiver_class(message["transport"]).open_only(message, 0)
+"""
+
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
+        command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-c"]
+        subprocess.run([*command, self.PROGRAM], input=json.dumps(messages[0]), text=True, stderr=subprocess.DEVNULL)
+
+
+class ServersWithOtherNccl(ModelServers):
+    """The trainer's environment has another version of NCCL."""
+
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
+        super().load([{**message, "nccl_version": "2.29.7"} for message in messages], weight_version, flush_cache)
+
+
+@pytest.mark.parametrize(
+    ("transport", "servers_class", "reason"),
+    [
+        ("shared_memory", ServersInAnotherContainer, "it did not report; see the server's log"),
+        ("distributed_buckets", ServersWithOtherNccl, "the trainer has NCCL 2.29.7, but this server has"),
+    ],
+)
+def test_what_a_server_lacks_is_found_before_its_weights_change(
+    transport: str, servers_class: type[ModelServers], reason: str
+) -> None:
+    servers = servers_class({"a": 4})
+    updater = staged_updater(transport, servers, {"a": 4})
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=f"TP rank 0 of the server cannot open .*{transport}.*: {reason}"):
+            push(updater, {"a": torch.ones(4)})
+        assert servers.steps == ["pause", "begin", "end", "resume"]
+        servers.steps.clear()
+    assert updater.find_torn() is None
+    servers.__class__ = ModelServers
+    assert push(updater, {"a": torch.ones(4)}).weight_version == 1
+    updater.close()

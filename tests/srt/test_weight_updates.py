@@ -29,7 +29,14 @@ from helpers import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, VerlEngine
-from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerError, TornWeightsError
+from verl_server.errors import (
+    BadInputError,
+    NotReadyError,
+    ServerBusyError,
+    ServerError,
+    TornWeightsError,
+    UnsupportedError,
+)
 
 UPDATES = 300
 
@@ -292,13 +299,13 @@ def test_writes_to_staged_weights_during_an_update_are_detected(
 
 
 @contextlib.contextmanager
-def one_more_file(pid: int) -> Iterator[None]:
-    """Limit a process to one more open file. SGLang can work; a new mapping, which needs two files at once, fails."""
+def more_files(pid: int, count: int) -> Iterator[None]:
+    """Limit a process to `count` more open files. SGLang can work. A load opens one file, and a new mapping two."""
     process = psutil.Process(pid)
     usual = process.rlimit(psutil.RLIMIT_NOFILE)
     used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
-    _, second_free = itertools.islice((number for number in itertools.count() if number not in used), 2)
-    process.rlimit(psutil.RLIMIT_NOFILE, (second_free, usual[1]))
+    free = itertools.islice((number for number in itertools.count() if number not in used), count, None)
+    process.rlimit(psutil.RLIMIT_NOFILE, (next(free), usual[1]))
     try:
         yield
     finally:
@@ -308,17 +315,24 @@ def one_more_file(pid: int) -> Iterator[None]:
 def test_a_torn_update_blocks_generation_until_an_update_of_all_tensors(
     one_rank: DeviceMesh, tiny: Callable[..., Path]
 ) -> None:
-    """The scheduler cannot map the staged weights. Generation is refused until an update of all tensors succeeds."""
+    """The scheduler cannot open the staged weights. Generation is refused until an update of all tensors succeeds.
+
+    A scheduler that cannot map them at all is found before its weights change.
+    """
     model = reference_model(tiny("qwen2"))
     with VerlEngine(one_rank, model_path=str(tiny("qwen2")), dtype="float32", max_total_tokens=8192) as engine:
         first = assert_equals_reference(engine, model)
         assert engine.adapter is not None
         tree = tree_of(adapter_of(engine).pids.main)
         (scheduler,) = (pid for pid in tree if "scheduler" in psutil.Process(pid).cmdline()[0])
+        with more_files(scheduler, 1), pytest.raises(UnsupportedError, match="cannot open the staging memory"):
+            engine.update_weights_from_tensor(model.state_dict().items())
         assert engine.weight_version == 0
-        with one_more_file(scheduler), pytest.raises(TornWeightsError, match=r"half-way.*did not report"):
+        assert assert_equals_reference(engine, model) == first
+        engine.update_weights_from_tensor(model.state_dict().items())
+        with more_files(scheduler, 0), pytest.raises(TornWeightsError, match=r"half-way.*did not report"):
             engine.update_weights_from_tensor(model.state_dict().items(), weight_version=7)
-        assert engine.weight_version == 0, "a torn update does not change the version"
+        assert engine.weight_version == 1, "a torn update does not change the version"
         with pytest.raises(TornWeightsError):
             engine.generate(input_ids=[1], sampling_params=GREEDY)
         with pytest.raises(TornWeightsError, match="push all"):

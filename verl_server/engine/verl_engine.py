@@ -229,7 +229,7 @@ class VerlEngine:
         def load(_: list[Json]) -> None:
             self._loras.load(self._require_backend(), name, *weights.prepare_lora_adapter(tensors, config))
 
-        with weights.exclusive():
+        with weights.exclusive(named_tensors):
             tensors, error = weights.gather_on_cpu(call_id, named_tensors)
             self._group.agree(call_id, load, error=error, action_timeout_s=2 * self._timeouts.weights_s)
 

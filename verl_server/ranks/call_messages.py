@@ -52,6 +52,16 @@ def different_calls(calls: Mapping[int, str]) -> PeerError:
     return PeerError(f"{waits}: {SAME_CALLS}", ranks=sorted(calls))
 
 
+def left_alone(waiting: int, name: str, done: int, count: int) -> PeerError:
+    """The error about a rank that gathers the tensor `name` with a rank that has gathered its `count` tensors."""
+    return PeerError(
+        f"trainer rank {waiting} gathers {name!r} with rank {done}, but named_tensors of rank {done} ended before it, "
+        f"after {count} gathered tensors: all ranks must push the same DTensors in the same order. A collective was "
+        "left, and the trainer's process group cannot be used any more",
+        ranks=[done],
+    )
+
+
 def not_finished(call_id: str, timeout_s: float) -> DeadlineError:
     """The error about a call whose outcome rank 0 did not send in time."""
     return DeadlineError(

@@ -165,6 +165,17 @@ class RankCoordinator:
         if self._calls.set_first_error(call_id, wire):
             self._send_to_all({"call_id": call_id, "first_error": wire})
 
+    def tell_gathers(self, call_id: str, notice: Json, source: int | None = None) -> None:
+        """This rank (or `source`) waits in a collective before the call `call_id`, or takes part in no further one.
+
+        `notice`: the global `rank`, `counts` of its collectives by the ranks of the mesh ("0,1"), and `waits_in`: None,
+        or the mesh and the name of the tensor. All ranks get an error if a rank waits for one that has finished.
+        """
+        if notice["waits_in"] is not None:  # a rank that has finished tells nobody until another one waits
+            self._send_to_all({"call_id": call_id, "gathers": notice}, source)
+        if (error := self._calls.add_gathers(call_id, notice)) is not None:
+            self.announce_error(call_id, error)
+
     def raise_failure(self, call_id: str | None = None) -> None:
         """Raise `failure` if it is set, or the error that a rank has announced for the call `call_id`.
 
@@ -302,6 +313,8 @@ class RankCoordinator:
         elif "first_error" in message:
             if self._calls.set_first_error(message["call_id"], message["first_error"]):
                 self._send_to_all(message, source=peer)
+        elif "gathers" in message:
+            self.tell_gathers(message["call_id"], message["gathers"], peer)
         elif "left" in message:
             self._fail_call(message["call_id"], from_wire(message["left"]))
         elif "arrival" in message:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.errors import VerlServerError, from_wire, to_wire
-from verl_server.ranks.call_messages import call_number, different_calls, operation_of
+from verl_server.ranks.call_messages import call_number, different_calls, left_alone, operation_of
 from verl_server.types import Json
 
 MAX_REMEMBERED_OUTCOMES = 1000
@@ -41,6 +41,8 @@ class PendingCalls:
         self._first_errors: dict[str, Json] = {}
         self._settled: dict[str, Json | None] = {}
         """On rank 0: the outcome of calls that failed before all ranks had arrived. None: all ranks have arrived."""
+        self._gathers: tuple[str, list[Json]] = "", []
+        """The last call before which ranks gather tensors, and what they have told about it."""
         self._streams: dict[str, queue.SimpleQueue[Json]] = {}
         self.failure: VerlServerError | None = None
         """Why no call can succeed any more, or None. Calls raise copies: a raised error refers to their frames."""
@@ -147,6 +149,22 @@ class PendingCalls:
         """The first error that a rank has announced for a call, or None."""
         with self._lock:
             return self._first_errors.get(call_id)
+
+    def add_gathers(self, call_id: str, notice: Json) -> VerlServerError | None:
+        """Record what a rank has told about its gathering before a call, see `RankCoordinator.tell_gathers`.
+
+        Returns the error about a rank that waits in a collective for this rank, which has finished.
+        """
+        with self._lock:
+            notices = self._gathers[1] if self._gathers[0] == call_id else []
+            self._gathers = call_id, [*notices, notice]
+            for done in (one for one in self._gathers[1] if one["waits_in"] is None):
+                for waiting in (one for one in self._gathers[1] if one["waits_in"] is not None):
+                    mesh, name = waiting["waits_in"]
+                    count = done["counts"].get(mesh, 0)
+                    if str(done["rank"]) in mesh.split(",") and count < waiting["counts"][mesh]:
+                        return left_alone(waiting["rank"], name, done["rank"], count)
+        return None
 
     # -- other ranks --------------------------------------------------------------------------------
 

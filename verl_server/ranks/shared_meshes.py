@@ -6,8 +6,12 @@ for all of an update whose tensors are known before, every rank writes its arriv
 outcome writes it, and all ranks take over what was written first. The outcome is an error when a rank has refused its
 update, when its process or its last engine has ended, or when the ranks have different tensors.
 
-Updates are paired by a number that each process counts, also updates that it refuses. It does not count updates that
-use no such mesh. A rank without an engine makes no updates: its next engine continues with the numbers of the others.
+Updates are paired by a number that each process counts. It does not count updates that use no such mesh. An update that
+fails while its rank has seen no such mesh, because its tensors come from a generator, counts. If it was an update
+without such a mesh for the other ranks, they find out: it says how many updates without one came before it, and they
+have made more. A rank without an engine makes no updates: its next engine continues with the numbers of the others.
+
+All operations of the store have a deadline, because the process that holds it can be stopped or vanish as well.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from verl_server.errors import PeerError, VerlServerError
+from verl_server.ranks.bounded_store import BoundedStore
 from verl_server.ranks.machine import machine_id
 from verl_server.types import Json
 
@@ -40,22 +46,45 @@ class _Process:
     """Engines that can work."""
     update_number = 1
     """Number of the next update."""
+    store: tuple[Any, BoundedStore] | None = None
+    """The store of the default process group, and this module's own connection to it."""
 
 
-def _store() -> Any:
+def _store(operation: str, *args: Any) -> Any:
+    """The result of an operation of the store of the default process group. Raises PeerError if the store is gone.
+
+    Torch's own connection serves one operation at a time: it may wait for a rank that has to create a communicator.
+    """
     from torch.distributed.distributed_c10d import _get_default_store
 
-    return _get_default_store()
+    try:
+        original = _get_default_store()
+        if _Process.store is None or _Process.store[0] is not original:
+            _Process.store = original, BoundedStore(getattr(original, "clone", lambda: original))
+        return getattr(_Process.store[1], operation)(*args)
+    except (RuntimeError, ConnectionError) as error:
+        raise PeerError(
+            "the ranks that share a device mesh cannot agree: the process with the store of the trainer's default "
+            f"process group (rank 0, or the agent of torchrun) has ended, is stopped or cannot be reached: {error}"
+        ) from error
+
+
+def _has(*keys: str) -> bool:
+    return bool(_store("check", [f"{PREFIX}/{key}" for key in keys]))
 
 
 def _read(key: str) -> Any:
     """The value of a key of the store, or None."""
-    store, key = _store(), f"{PREFIX}/{key}"
-    return json.loads(store.get(key)) if store.check([key]) else None
+    return json.loads(_store("multi_get", [f"{PREFIX}/{key}"])[0]) if _has(key) else None
 
 
 def _write(key: str, value: Any) -> None:
-    _store().set(f"{PREFIX}/{key}", json.dumps(value))
+    _store("set", f"{PREFIX}/{key}", json.dumps(value))
+
+
+def _decide(name: str, outcome: Json) -> None:
+    """Set the outcome of a step, unless another rank has."""
+    _store("compare_set", f"{PREFIX}/{name}/decision", "", json.dumps(outcome))
 
 
 def has_other_ranks(engine_ranks: frozenset[int]) -> bool:
@@ -87,7 +116,8 @@ def engine_ended(engine_ranks: frozenset[int], error: VerlServerError) -> None:
     _Process.num_engines -= 1
     if _Process.num_engines == 0 and has_other_ranks(engine_ranks):
         try:
-            _write(f"engine/{dist.get_rank()}", {"ended": _words(error)})
+            rank = dist.get_rank()
+            _write(f"engine/{rank}", {**(_read(f"engine/{rank}") or {}), "ended": _words(error)})
         except Exception as failure:  # noqa: BLE001 - the trainer ends: its store has ended
             logger.debug("the other ranks were not told of the end of the engine: %s", failure)
 
@@ -96,15 +126,17 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error.message if isinstance(error, VerlServerError) else error}"
 
 
-def _loss_of(rank: int) -> str | None:
-    """Why a rank makes no more updates, or None."""
-    state = _read(f"engine/{rank}")
-    if state is None:
-        return None
-    if "ended" in state:
-        return f"its engine cannot be used any more: {state['ended']}"
+def _end_of_engine(rank: int) -> str | None:
+    """Why the last engine of a rank cannot work any more, or None."""
+    ended = (_read(f"engine/{rank}") or {}).get("ended")
+    return None if ended is None else f"its engine cannot be used any more: {ended}"
+
+
+def _end_of_process(rank: int) -> str | None:
+    """Says that the process of a rank has ended, if that is known, or None."""
     try:
-        if state["machine"] != machine_id():
+        state = _read(f"engine/{rank}")
+        if state is None or state.get("machine") != machine_id():
             return None
     except OSError:
         return None
@@ -120,7 +152,8 @@ class SharedMeshes:
 
     `engine_ranks`: global ranks of this rank's engine; None: no mesh is shared. `version`: the weight version that the
     caller gave, or None. `raise_failure` raises an error when the engine of this rank cannot work any more.
-    `timeout_s`: how many seconds a rank waits for another that lives.
+    `timeout_s`: how many seconds a rank waits for another that lives. `find_meshes()`: the meshes of all tensors, or
+    None if they are not known. `previous`: the last update of this engine.
     """
 
     def __init__(
@@ -129,11 +162,18 @@ class SharedMeshes:
         version: int | None = None,
         raise_failure: Callable[[], None] = lambda: None,
         timeout_s: float = 60.0,
+        find_meshes: Callable[[], Iterable[frozenset[int]] | None] = lambda: None,
+        previous: SharedMeshes | None = None,
     ) -> None:
         self._engine_ranks, self._version = engine_ranks or frozenset(), version
         self._raise_failure, self._timeout_s = raise_failure, timeout_s
         self._is_alone = engine_ranks is None or not has_other_ranks(engine_ranks)
         self._number = _Process.update_number
+        self._num_without: int = 0 if previous is None else previous._num_without
+        """Number of the engine's updates without a shared mesh since the last update that counts."""
+        meshes = None if self._is_alone else find_meshes()
+        self._has_mesh: bool | None = None if meshes is None else bool(self.shared(meshes))
+        """Whether this update has a shared mesh. None: not known."""
         self._steps: dict[Mesh, int] = {}
         """For each mesh: on how many steps of this update the ranks have agreed."""
         self._next_check = 0.0
@@ -149,7 +189,10 @@ class SharedMeshes:
         if self._is_alone:
             return []
         rank = self._rank()
-        return sorted(tuple(sorted(mesh)) for mesh in set(meshes) if rank in mesh and not mesh <= self._engine_ranks)
+        found = sorted(tuple(sorted(mesh)) for mesh in set(meshes) if rank in mesh and not mesh <= self._engine_ranks)
+        if found:
+            self._has_mesh = True
+        return found
 
     def enter(self, meshes: Iterable[frozenset[int]], tensors: str) -> None:
         """Agree with all ranks of the meshes on the next collectives, those for `tensors`.
@@ -167,11 +210,12 @@ class SharedMeshes:
 
     def leave(self, error: BaseException) -> None:
         """Tell the ranks of other engines that this rank takes no part in this update any more. Never raises."""
-        if self._is_alone or self._has_left or self._is_over:
+        if self._is_alone or self._has_left or self._is_over or self._has_mesh is False:
             return
         self._has_left = True
+        left = {"why": _words(error), "num_without": None if self._has_mesh else self._num_without}
         try:
-            _write(f"left/{self._rank()}/{self._number}", _words(error))
+            _write(f"left/{self._rank()}/{self._number}", left)
         except Exception as failure:  # noqa: BLE001 - the trainer ends: its store has ended
             logger.debug("the other ranks were not told of an error: %s", failure)
 
@@ -183,26 +227,35 @@ class SharedMeshes:
         if error is not None:
             self.leave(error)
         if self._is_alone or not (self._steps or self._has_left):
+            self._num_without += 1
             return
+        self._num_without = 0
         _Process.update_number = self._number + 1
         if self._has_left:
             import torch.distributed as dist
 
             try:
                 for rank in range(dist.get_world_size()):
-                    if "ended" in (_read(f"engine/{rank}") or {}):
+                    if _end_of_engine(rank) is not None:
                         _write(f"missed/{rank}", self._number + 1)
             except Exception as failure:  # noqa: BLE001 - the trainer ends: its store has ended
                 logger.debug("the ranks without an engine were not told of an update: %s", failure)
 
-    def raise_loss(self, mesh: frozenset[int]) -> None:
-        """Raise PeerError if a rank of another engine has left the collectives that the ranks have agreed on."""
-        if time.monotonic() > self._next_check:
+    def raise_loss(self, mesh: frozenset[int], wait_s: float = 0.0) -> None:
+        """Raise PeerError if a rank has left the collectives that the ranks have agreed on, or its process has ended.
+
+        `wait_s`: for so many seconds a rank may still be found: the connections of a process close before it has ended.
+        """
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() > self._next_check or wait_s:
             self._next_check = time.monotonic() + LIVENESS_POLL_S
             for peer in mesh - {self._rank()}:
-                if (why := _read(f"left/{peer}/{self._number}")) is not None:
+                if (why := self._why_left(peer) or _end_of_process(peer)) is not None:
                     broken = ". A collective was left, and the trainer's process group cannot be used any more"
                     raise PeerError(_refusal(peer, why) + broken, ranks=[peer])
+            if time.monotonic() > deadline:
+                return
+            time.sleep(LIVENESS_POLL_S)
 
     # -- one agreement ------------------------------------------------------------------------------
 
@@ -211,41 +264,56 @@ class SharedMeshes:
 
         return dist.get_rank()
 
+    def _why_left(self, rank: int) -> str | None:
+        """Why a rank has left this update, or None.
+
+        If this update turns out to be a later one than the one that the rank has left, it gets the next number.
+        """
+        left = _read(f"left/{rank}/{self._number}")
+        if left is None:
+            return None
+        if left["num_without"] is not None and left["num_without"] < self._num_without:
+            self._num_without -= left["num_without"] + 1
+            self._number += 1
+            return None
+        return str(left["why"])
+
     def _agree(self, mesh: Mesh, tensors: str) -> None:
-        step = self._steps.setdefault(mesh, 0)
-        store, name = _store(), f"mesh/{','.join(map(str, mesh))}/{self._number}"
-        decision = f"{PREFIX}/{name}.{step}/decision"
+        step, name = self._steps.setdefault(mesh, 0), ""
         deadline, next_check = time.monotonic() + self._timeout_s, 0.0
         try:
             self._raise_failure()
-            _write(f"{name}.{step}/{self._rank()}", {"tensors": tensors, "version": self._version})
-            while not store.check([decision]):
-                outcome = self._complete_outcome(mesh, f"{name}.{step}")
+            while True:
+                if not name.endswith(f"/{self._number}.{step}"):  # at first, and with the next number
+                    name = f"mesh/{','.join(map(str, mesh))}/{self._number}.{step}"
+                    _write(f"{name}/{self._rank()}", {"tensors": tensors, "version": self._version})
+                if _has(f"{name}/decision"):
+                    break
+                outcome = self._complete_outcome(mesh, name)
                 if outcome is None and time.monotonic() > next_check:
                     next_check = time.monotonic() + LIVENESS_POLL_S
                     self._raise_failure()
-                    outcome = self._early_outcome(mesh, f"{name}.{step}", time.monotonic() > deadline)
+                    outcome = self._early_outcome(mesh, name, time.monotonic() > deadline)
                 if outcome is not None:
-                    store.compare_set(decision, "", json.dumps(outcome))
+                    _decide(name, outcome)
                 else:
                     time.sleep(POLL_S)
         except BaseException as failure:
-            own = {"error": _refusal(self._rank(), _words(failure)), "ranks": [self._rank()]}
-            store.compare_set(decision, "", json.dumps(own))
+            with suppress(VerlServerError):
+                _decide(name, {"error": _refusal(self._rank(), _words(failure)), "ranks": [self._rank()]})
             raise
-        outcome = json.loads(store.get(decision))
+        outcome = _read(f"{name}/decision")
         if outcome["error"] is not None:
             raise PeerError(outcome["error"], ranks=outcome["ranks"])
         self._steps[mesh] = step + 1
-        previous = f"{PREFIX}/{name}.{step - 1}" if step else _last_step_of.get(mesh)
-        _last_step_of[mesh] = f"{PREFIX}/{name}.{step}"
+        previous, _last_step_of[mesh] = _last_step_of.get(mesh), name
         if previous is not None:  # all ranks have read that outcome, or they would not be here
-            store.delete_key(f"{previous}/{self._rank()}")
-            store.delete_key(f"{previous}/decision")
+            _store("delete_key", f"{PREFIX}/{previous}/{self._rank()}")
+            _store("delete_key", f"{PREFIX}/{previous}/decision")
 
     def _complete_outcome(self, mesh: Mesh, name: str) -> Json | None:
         """The outcome when all ranks have arrived, otherwise None."""
-        if not _store().check([f"{PREFIX}/{name}/{rank}" for rank in mesh]):
+        if not _has(*(f"{name}/{rank}" for rank in mesh)):
             return None
         arrivals = {rank: _read(f"{name}/{rank}") for rank in mesh}
         first = arrivals[mesh[0]]
@@ -262,9 +330,12 @@ class SharedMeshes:
 
     def _early_outcome(self, mesh: Mesh, name: str, is_late: bool) -> Json | None:
         """The outcome when a rank will not arrive, otherwise None."""
-        missing = [rank for rank in mesh if not _store().check([f"{PREFIX}/{name}/{rank}"])]
+        missing, number = [rank for rank in mesh if not _has(f"{name}/{rank}")], self._number
         for rank in missing:
-            if (why := _read(f"left/{rank}/{self._number}") or _loss_of(rank)) is not None:
+            why = self._why_left(rank) or _end_of_engine(rank) or _end_of_process(rank)
+            if self._number != number:
+                return None
+            if why is not None:
                 return {"error": _refusal(rank, why), "ranks": [rank]}
         if is_late and missing:
             message = (

@@ -24,6 +24,7 @@ import torch
 
 from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES, report_dtypes
 from verl_server.vllm_server import register
+from verl_server.weights.transports import receiver_class
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 MADV_DONTNEED = 4
@@ -65,6 +66,14 @@ class WorkerExtension:
                 self.finish_weight_update()
 
         return {**_report(self, close, call_id), **found}
+
+    def verl_server_open(self, message: str, call_id: str = "") -> dict[str, Any]:
+        """Open what the transport of an update needs, see `Receiver.open_only`. `message`: the loader's, as JSON."""
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        fields = json.loads(message)
+        transport = receiver_class(fields["transport"])
+        return _report(self, lambda: transport.open_only(fields, get_tensor_model_parallel_rank()), call_id)
 
     def verl_server_update_outcome(self, call_id: str = "") -> dict[str, Any]:
         """The outcome of the last update of this worker, see `WeightEngine.outcome`."""

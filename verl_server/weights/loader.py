@@ -45,10 +45,11 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Any]]) -> None:
 
     try:
         message = json.loads(named_tensors[0][0])
-        receiver = receiver_class(message["transport"])(message, get_tensor_model_parallel_rank())
+        transport, tp_rank = receiver_class(message["transport"]), get_tensor_model_parallel_rank()
         if message.get("opens_only"):
-            receiver.send_report(Report(message["update_id"], ok=True), [])
+            transport.open_only(message, tp_rank)
             return
+        receiver = transport(message, tp_rank)
         receiver.send_report(*load_weights(receiver, model, message["update_id"], message["verify"]))
     except Exception:  # an exception would end the server; the trainer misses the report and refers to the log
         logger.exception("the weight loader could not receive the update or could not send its report")

@@ -42,10 +42,11 @@ ERROR_S = 10.0
 
 def trainer_killed(step: Step, trial: Trial) -> str:
     """Kill a second trainer when its request of `step` reaches the server, then push with a third trainer."""
-    path = trial.system.load_path if step == "loading" else trial.system.finish_path
+    system = trial.system
+    path, number = (system.load_path, system.num_load_requests) if step == "loading" else (system.finish_path, 1)
     old, new, last = (trial.reference.weights(seed) for seed in (91, 92, 93))
     trial.system.update(old)
-    pid = _push_and_die(trial, path, new)
+    pid = _push_and_die(trial, path, number, new)
     request = ServedWeights(trial)
     served = request.describe({"the old weights": old, "the new weights": new})
     with closing(trial.system.connect(trial.system.url)()) as next_trainer:
@@ -62,12 +63,14 @@ def trainer_killed(step: Step, trial: Trial) -> str:
     return f"served afterwards: {served}; after the next trainer's update {describe_gap(gap)}"
 
 
-def _push_and_die(trial: Trial, step_path: str, weights: Weights) -> int:
-    """Push in another process, and kill the process when the request `step_path` begins. Returns its process id."""
+def _push_and_die(trial: Trial, step_path: str, number: int, weights: Weights) -> int:
+    """Push in another process, killed when its `number`-th request to `step_path` begins. Returns its process id."""
     to_kill: list[BaseProcess] = []
+    paths: list[str] = []
 
     def before(path: str) -> None:
-        if path == step_path and to_kill:
+        paths.append(path)
+        if path == step_path and paths.count(path) >= number and to_kill:
             to_kill.pop().kill()
 
     with (

@@ -44,6 +44,8 @@ class System(Protocol):
     """Base URL of the server."""
     load_path: str
     """Path of the HTTP request of an update with which the server loads tensors."""
+    num_load_requests: int
+    """Number of requests to `load_path` in the first update with a server. The last one loads the tensors."""
     finish_path: str
     """Path of the last HTTP request of an update after the tensors were loaded."""
     owns_server: bool

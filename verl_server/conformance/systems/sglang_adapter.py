@@ -30,6 +30,7 @@ class SglangSystem:
 
     name = "sglang"
     load_path, finish_path = LOAD_PATH, FINISH_PATH
+    num_load_requests = 1
     owns_server = True
 
     def __init__(self, model: Path, port: int | None = None, **server_args: Any) -> None:

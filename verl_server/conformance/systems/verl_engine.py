@@ -26,6 +26,7 @@ class VerlEngineSystem:
 
     name = "verl_server"
     load_path, finish_path = LOAD_PATH, FINISH_PATH
+    num_load_requests = 2
 
     def __init__(
         self,

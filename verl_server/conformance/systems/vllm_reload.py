@@ -34,6 +34,7 @@ class VllmSystem:
 
     name = "vllm"
     load_path, finish_path = "/update_weights", "/finish_weight_update"
+    num_load_requests = 1
 
     def __init__(
         self,

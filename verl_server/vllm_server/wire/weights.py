@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
@@ -45,7 +46,11 @@ async def update(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     itself; as with SGLang, the reply is a success also when a worker reports an error. Generation is paused meanwhile,
     and stays paused when the weights are torn: nothing is generated then until an update of all weights.
     """
-    payload = update_payload(_message(body))
+    message = _message(body)
+    if message.get("opens_only"):
+        await call_all(state, calls, "verl_server_open", json.dumps(message))
+        return {"success": True, "message": "each worker can open what the transport needs"}
+    payload = update_payload(message)
     version = parse_weight_version(body["weight_version"]) if body.get("weight_version") is not None else None
     async with state.exclusive(calls.gone):
         if "weights" in state.released:

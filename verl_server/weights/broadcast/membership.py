@@ -8,20 +8,30 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
+from verl_server.ranks.bounded_store import ANSWER_TIMEOUT_S
 from verl_server.ranks.machine import machine_id
 from verl_server.types import Json
 from verl_server.weights.broadcast.placement import ReceiverPlacement, wait_for_receivers
 from verl_server.weights.broadcast.store import (
     FORMING_TIMEOUT_S,
-    TRAINER_ANSWER_TIMEOUT_S,
     arrival_key,
     cancel_key,
     connect_to_store,
     report_key,
     set_json,
-    within,
 )
+from verl_server.weights.device.streams import accelerator, as_current
 from verl_server.weights.reports import Report
+
+
+def report_before_joining(message: Json, tp_rank: int, refusal: str | None) -> None:
+    """Reach the trainer's store and report whether this receiver can join the group. `refusal`: why it cannot.
+
+    The group is formed at the first load, in which the trainer takes part.
+    """
+    report = Report(message["update_id"], ok=refusal is None, error=refusal)
+    key = report_key(message["group_name"], report.update_id, message["first_receiver"] + tp_rank)
+    set_json(connect_to_store(*message["store_address"]), key, {"report": asdict(report), "checksums": []})
 
 
 class Membership(ABC):
@@ -63,7 +73,13 @@ class Membership(ABC):
 
     def form(self, form_group: Callable[[Any], Any]) -> Any:
         """The process group that `form_group(store)` forms. Raises ConnectionError if the trainer has vanished."""
-        return within(FORMING_TIMEOUT_S + TRAINER_ANSWER_TIMEOUT_S, lambda: form_group(self.store.torch_store))
+        device = accelerator()
+
+        def form(store: Any) -> Any:  # in the thread of the store
+            with as_current(device):
+                return form_group(store)
+
+        return self.store.call(form, FORMING_TIMEOUT_S + ANSWER_TIMEOUT_S)
 
     def is_cancelled(self) -> bool:
         """Whether the trainer has abandoned the group."""

@@ -6,16 +6,12 @@ import datetime
 import ipaddress
 import json
 import socket
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
+
+from verl_server.ranks.bounded_store import ANSWER_TIMEOUT_S, BoundedStore
 
 FORMING_TIMEOUT_S = 60.0
 """Seconds that the members of a broadcast group have to find each other."""
-TRAINER_ANSWER_TIMEOUT_S = 10.0
-"""Seconds that a server waits for the trainer's store. A trainer that is alive answers at once, because it has just
-called this server. The server's scheduler serves nothing in the meantime."""
 
 
 def open_store(host: str, timeout_s: float) -> Any:
@@ -39,66 +35,20 @@ def open_store(host: str, timeout_s: float) -> Any:
     )
 
 
-def within(timeout_s: float, call: Callable[[], Any]) -> Any:
-    """The result of a call that waits for the trainer. Raises ConnectionError if the trainer does not answer in time.
-
-    Torch's own deadlines are those of the store's server: a client waits for ever for a machine that has vanished. The
-    call then stays in its thread.
-    """
-    outcome: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="verl-server-store", daemon=True).start()
-    try:
-        return outcome.result(timeout_s)
-    except TimeoutError:
-        if outcome.done():
-            raise
-        raise ConnectionError(f"the trainer's machine did not answer within {timeout_s:g} s") from None
-
-
-class TrainerStore:
-    """The trainer's store as a server uses it: every operation has a deadline."""
-
-    def __init__(self, torch_store: Any) -> None:
-        self.torch_store = torch_store
-        """Torch's own store, for process groups."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set."""
-        return bool(within(TRAINER_ANSWER_TIMEOUT_S, lambda: self.torch_store.check(keys)))
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-        within(TRAINER_ANSWER_TIMEOUT_S, lambda: self.torch_store.set(key, value))
-
-    def get(self, key: str) -> bytes:
-        """The value of a key. Waits for the key for `FORMING_TIMEOUT_S`."""
-        found: bytes = within(FORMING_TIMEOUT_S + TRAINER_ANSWER_TIMEOUT_S, lambda: self.torch_store.get(key))
-        return found
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """The values of keys that are set."""
-        found: list[bytes] = within(TRAINER_ANSWER_TIMEOUT_S, lambda: self.torch_store.multi_get(keys))
-        return found
-
-
-def connect_to_store(host: str, port: int) -> TrainerStore:
+def connect_to_store(host: str, port: int) -> BoundedStore:
     """Connect a server's TP rank to the trainer's store.
 
-    Raises within `TRAINER_ANSWER_TIMEOUT_S` if the trainer is gone.
+    Raises within `ANSWER_TIMEOUT_S` if the trainer is gone: the server's scheduler serves nothing in the meantime.
     """
     import torch.distributed as dist
 
-    timeout = datetime.timedelta(seconds=TRAINER_ANSWER_TIMEOUT_S)
-    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-    store.set_timeout(datetime.timedelta(seconds=FORMING_TIMEOUT_S))
-    return TrainerStore(store)
+    def connect() -> Any:
+        timeout = datetime.timedelta(seconds=ANSWER_TIMEOUT_S)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        store.set_timeout(datetime.timedelta(seconds=FORMING_TIMEOUT_S))
+        return store
+
+    return BoundedStore(connect)
 
 
 def set_json(store: Any, key: str, value: Any) -> None:

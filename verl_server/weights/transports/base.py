@@ -2,7 +2,8 @@
 
 The order of calls in one update:
 
-    1. `Sender.prepare`. Then the servers are paused and open a session.
+    1. `Sender.prepare`. Then the servers are paused and open a session. TP ranks of new servers call
+       `Receiver.open_only`: what they lack is found before their weights change.
     2. Every server's loader gets the message of `Sender.loader_message` by HTTP and creates a `Receiver`.
        `Sender.deliver` runs at the same time.
     3. `Sender.reports`, when the servers have answered.
@@ -95,6 +96,8 @@ class Sender(ABC):
     def __init__(self, settings: SenderSettings) -> None:
         self.settings = settings
         self.arena, self.layout = settings.arena, settings.layout
+        self.opened_members: Sequence[ServerInfo] = ()
+        """The servers whose TP ranks have opened what the transport needs, see `Receiver.open_only`."""
 
     def prepare(self, attempt: UpdateAttempt) -> None:
         """Do what can be done before generation is paused. Raises VerlServerError; then nothing has changed."""
@@ -146,6 +149,11 @@ class Receiver(ABC):
 
     def __init__(self, message: Json, tp_rank: int) -> None:
         self.message, self.tp_rank = message, tp_rank
+
+    @classmethod
+    def open_only(cls, message: Json, tp_rank: int) -> None:
+        """Open what an update needs, load nothing, and send a report."""
+        cls(message, tp_rank).send_report(Report(message["update_id"], ok=True), [])
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

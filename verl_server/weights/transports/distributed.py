@@ -22,11 +22,18 @@ from verl_server.errors import VerlServerError
 from verl_server.ranks.machine import own_address
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.broadcast.byte_ranges import split_into_chunks
-from verl_server.weights.broadcast.membership import Membership
+from verl_server.weights.broadcast.membership import Membership, report_before_joining
 from verl_server.weights.broadcast.mirror import Mirror
 from verl_server.weights.broadcast.placement import POLL_INTERVAL_S, ReceiverPlacement, wait_for_receivers
 from verl_server.weights.broadcast.process_group import broadcast_memory, form_gloo_group
-from verl_server.weights.broadcast.store import cancel_key, get_json, mirror_key, open_store, report_key, set_json
+from verl_server.weights.broadcast.store import (
+    cancel_key,
+    get_json,
+    mirror_key,
+    open_store,
+    report_key,
+    set_json,
+)
 from verl_server.weights.layout import byte_ranges_of
 from verl_server.weights.reports import ReceivedReport, Report
 from verl_server.weights.transports import base
@@ -188,6 +195,10 @@ class Receiver(base.Receiver):
         if self.member.group is not None:
             self._thread = threading.Thread(target=self._fill_mirror, name="verl-server-broadcast", daemon=True)
             self._thread.start()
+
+    @classmethod
+    def open_only(cls, message: Json, tp_rank: int) -> None:
+        report_before_joining(message, tp_rank, None)
 
     def _fill_mirror(self) -> None:
         """On the leader: receive the weights for all TP ranks of this machine."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from verl_server.ranks.machine import own_address
 from verl_server.types import Json
 from verl_server.weights.broadcast.byte_ranges import group_whole_tensors
-from verl_server.weights.broadcast.membership import Membership
+from verl_server.weights.broadcast.membership import Membership, report_before_joining
 from verl_server.weights.broadcast.placement import ReceiverPlacement
 from verl_server.weights.broadcast.process_group import form_group, start_broadcast, wait_for_work
 from verl_server.weights.double_buffer.bucket_memory import BucketMemory, HostBucketMemory
@@ -39,6 +39,15 @@ def local_device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def nccl_version() -> str | None:
+    """The version of NCCL, or None on a machine without an NVIDIA GPU. NCCL connects equal versions only."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
 class Sender(distributed.Sender):
     """Broadcasts parts of the arena, each as large as a bucket at most, to all receivers."""
 
@@ -50,6 +59,7 @@ class Sender(distributed.Sender):
             **super().loader_message(attempt, member_index),
             "bucket_bytes": max(DEFAULT_BUCKET_BYTES, round_up(largest, PAGE_BYTES)),
             "device_type": local_device_type(),
+            "nccl_version": nccl_version(),
         }
 
     def connect_group(self, placement: ReceiverPlacement) -> Any:
@@ -84,10 +94,6 @@ class BucketMember(Membership):
 
     def __init__(self, message: Json, tp_rank: int) -> None:
         super().__init__(message, tp_rank)
-        if message["device_type"] != local_device_type():
-            raise RuntimeError(
-                f"the trainer sends from {message['device_type']}, but this server loads to {local_device_type()}"
-            )
         bucket_bytes = message["bucket_bytes"]
         self.buckets: BucketMemory
         if message["device_type"] == "cuda":
@@ -126,6 +132,18 @@ class Receiver(base.Receiver):
         tensor_ranges = byte_ranges_of(self._member.table(message["table_key"]))
         self._parts = group_whole_tensors(tensor_ranges, message["bucket_bytes"])
         """Byte range and number of tensors of each bucket's content."""
+
+    @classmethod
+    def open_only(cls, message: Json, tp_rank: int) -> None:
+        refusal = None
+        if message["device_type"] != local_device_type():
+            refusal = f"the trainer sends from {message['device_type']}, but this server loads to {local_device_type()}"
+        elif message["nccl_version"] != nccl_version():
+            refusal = (
+                f"the trainer has NCCL {message['nccl_version']}, but this server has {nccl_version()}: install one "
+                "version in both environments (it comes with torch), or use WeightsConfig(transport='distributed')"
+            )
+        report_before_joining(message, tp_rank, refusal)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         work = self._start_receiving(0)

@@ -3,6 +3,7 @@
     prepare          the transport does what can be done before generation is paused
     pause            every server pauses generation
     begin            every server opens a weight update session
+    open             new servers: every TP rank opens what the transport needs, for example the arena
     load             every server's TP ranks load, while the transport delivers the tensors
     end              every server closes the session
     verify reports   every TP rank has loaded all tensors and has read the bytes that are staged
@@ -11,7 +12,7 @@
 
 With several nodes, the last two steps wait until the other nodes have verified their reports, see `staged`.
 
-A failure up to `begin` has no effect. After a failure up to `verify reports` the served weights are torn, and the
+A failure up to `open` has no effect. After a failure up to `verify reports` the served weights are torn, and the
 update is tried once more with the staged tensors; a third time if servers that fail repeatedly are left out. If that
 fails too, generation stays paused until an update of all tensors succeeds. When `resume` fails, the servers hold the
 new weights, and their version counts.
@@ -26,14 +27,14 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from verl_server.errors import ServerDiedError, ShutDownError, TornWeightsError, VerlServerError
 from verl_server.types import Json
 from verl_server.weights.layout import tensor_bytes
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import Sender, UpdateAttempt
-from verl_server.weights.update.report_checks import verify_reports
+from verl_server.weights.update.report_checks import require_opened, verify_reports
 from verl_server.weights.update.request import ValidatedUpdate, result_message, torn_error
 from verl_server.weights.update.servers import UpdatableServers
 from verl_server.weights.update.staged_checksums import StagedChecksums
@@ -223,7 +224,10 @@ def prepare(update: StagedUpdate, attempt: UpdateAttempt) -> Iterator[None]:
 
 
 def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
-    """The steps begin, load, end and verify reports. Raises TornWeightsError for any failure after `begin`."""
+    """The steps begin, open, load, end and verify reports. Raises TornWeightsError for any failure after `open`.
+
+    With several servers, for any failure after `begin`.
+    """
     servers, sender, validated = update.servers, update.sender, update.validated
     messages = [
         {
@@ -237,6 +241,14 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
     ]
     try:
         with open_session(servers):
+            if len(attempt.members) > 1:  # the update is repeated, without those that fail again
+                update.load_started.set()
+            if attempt.members != sender.opened_members:
+                servers.load([{**message, "opens_only": True} for message in messages], None, flush_cache=False)
+                opening = replace(attempt, verify=False)
+                ranks = sender.receiving_ranks(opening)
+                require_opened(sender.name, [(rank, sender.read_report(opening, rank.receiver)) for rank in ranks])
+                sender.opened_members = attempt.members
             update.load_started.set()
             with load_in_background(servers, messages, validated) as loading:
                 sender.deliver(attempt, is_loading=lambda: not loading.done())

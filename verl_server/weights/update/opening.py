@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 
-from verl_server.errors import UnsupportedError, VerlServerError
+from verl_server.errors import UnsupportedError
 from verl_server.types import Json
 from verl_server.weights.checksum import choose_algorithm
 from verl_server.weights.double_buffer.buffer import DoubleBuffer
 from verl_server.weights.double_buffer.layout import DoubleBufferLayout
 from verl_server.weights.transports.base import receiving_ranks
-from verl_server.weights.update.report_checks import first_error
+from verl_server.weights.update.report_checks import require_opened
 from verl_server.weights.update.server_session import OpenedUpdate
 
 
@@ -56,23 +56,15 @@ class DoubleBuffers:
 
         Rank 0 opens the double buffers of all trainer ranks, because they contain the reports.
         """
-        errors: list[VerlServerError] = []
         with ExitStack() as stack:
             buffers = [stack.enter_context(closing(self._open(rank))) for rank in range(len(self.descriptions))]
-            for rank in receiving_ranks(opened.members):
-                reports = buffers[rank.receiver % len(buffers)].reports
-                received = reports.read(rank.receiver, opened.update_id, 0)
-                if received is None or not received.report.ok:
-                    reason = "see the server's log" if received is None else received.report.error
-                    errors.append(
-                        UnsupportedError(
-                            f"{rank.label} cannot open the staging memory of the transport {self.transport!r}: "
-                            f"{reason}. The server keeps its weights",
-                            servers=[rank.server],
-                        )
-                    )
-        if errors:
-            raise first_error(errors)
+            require_opened(
+                self.transport,
+                (
+                    (rank, buffers[rank.receiver % len(buffers)].reports.read(rank.receiver, opened.update_id, 0))
+                    for rank in receiving_ranks(opened.members)
+                ),
+            )
 
     def _open(self, rank: int) -> DoubleBuffer:
         """The double buffer of a trainer rank, opened on rank 0. Raises UnsupportedError."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from verl_server.errors import VerlServerError
+from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.weights.checksum import shares_are_complete
 from verl_server.weights.reports import ReceivedReport
-from verl_server.weights.transports.base import UpdateAttempt, receiving_ranks
+from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,23 @@ def verify_reports(
         first = next(iter(errors.values()))
         first.details["servers"] = sorted({servers[label] for label in errors if label in servers})
         raise first
+
+
+def require_opened(transport: str, reports: Iterable[tuple[ReceivingRank, ReceivedReport | None]]) -> None:
+    """Raise UnsupportedError unless every TP rank has opened what the transport needs, after a message `opens_only`."""
+    errors: list[VerlServerError] = []
+    for rank, received in reports:
+        if received is None or not received.report.ok:
+            reason = "it did not report; see the server's log" if received is None else received.report.error
+            errors.append(
+                UnsupportedError(
+                    f"{rank.label} cannot open the staging memory of the transport {transport!r}: {reason}. The server "
+                    "keeps its weights",
+                    servers=[rank.server],
+                )
+            )
+    if errors:
+        raise first_error(errors)
 
 
 def first_error(errors: Sequence[VerlServerError]) -> VerlServerError:

@@ -7,12 +7,13 @@ import itertools
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, DeadlineError, PeerError, WeightManifestError
 from verl_server.ranks.shared_meshes import SharedMeshes
-from verl_server.types import TensorSpec
+from verl_server.types import Json, TensorSpec
 from verl_server.weights.device.staging_copies import StagingCopies
 from verl_server.weights.device.streams import CallerOrder
 from verl_server.weights.gather import is_first_replica, local_slices, ranks_of, writes_own_shards
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     import torch
 
 POLL_INTERVAL_S = 0.02
+SLOW_GATHER_S = 1.0
+"""Seconds after which a rank asks whether the others still take part in a collective."""
+LOSS_NOTICE_S = 1.0
+"""Seconds after the error of a collective in which the rank is found that has ended."""
 
 
 class ShardWriter:
@@ -41,7 +46,7 @@ class ShardWriter:
     before and while a tensor is gathered. `on_bad_tensor` is called with the error before the tensors after a bad one
     are gathered. `writes_whole_tensors`: this rank writes plain tensors and gathered tensors; the other writers skip
     them. `copies`: makes the copies, which may run until `write` returns. `checksums` gets the checksums of the tensors
-    that this rank writes whole.
+    that this rank writes whole. `tell_gathers`: see `RankCoordinator.tell_gathers`.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class ShardWriter:
         copies: StagingCopies | None = None,
         checksums: StagedChecksums | None = None,
         shared: SharedMeshes | None = None,
+        tell_gathers: Callable[[Json], None] = lambda _: None,
     ) -> None:
         self._staging_tensor, self._manifest, self._writer_ranks = staging_tensor, manifest, writer_ranks
         self._raise_failure, self._gather_timeout_s = raise_failure, gather_timeout_s
@@ -68,6 +74,7 @@ class ShardWriter:
         self._shared = shared or SharedMeshes()
         self._enters_each = True
         """Whether the ranks that share a mesh agree before each tensor: no rank knows the tensors of a generator."""
+        self._tell_gathers, self._num_gathered = tell_gathers, Counter[str]()
         self.has_gathered_all = False
         """Whether no other rank waits for this rank to gather a tensor with it."""
         self.has_shards = False
@@ -105,8 +112,7 @@ class ShardWriter:
                 names += own_names
             del item, tensor
         self._copies.wait()
-        self._shared.end(self._enters_each)
-        self.has_gathered_all = True
+        self._end_gathering()
         tied.require_equal()
         return names
 
@@ -115,7 +121,7 @@ class ShardWriter:
 
         With ranks of other engines, all ranks raise the error. Otherwise this rank takes part in gathering.
         """
-        if self._shared.shared(_meshes_of(named_tensors)):
+        if self._shared.shared(meshes_of(named_tensors)):
             self._shared.leave(error)
         else:
             self.gather_only(named_tensors)
@@ -139,8 +145,19 @@ class ShardWriter:
                     return
                 self._gather(name, tensor)
             del item, tensor
+        self._end_gathering()
+
+    def _end_gathering(self) -> None:
+        """This rank has taken part in all collectives: the others learn when they wait for it in a further one."""
+        self._tell_gathers(self._gathers())
         self._shared.end(self._enters_each)
         self.has_gathered_all = True
+
+    def _gathers(self, waits_in: tuple[str, str] | None = None) -> Json:
+        import torch.distributed as dist
+
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return {"rank": rank, "counts": self._num_gathered, "waits_in": waits_in}
 
     def _require_writable(self, name: str, tensor: torch.Tensor) -> None:
         """Raise WeightManifestError for a DTensor that this rank has to write whole but cannot gather.
@@ -250,14 +267,20 @@ class ShardWriter:
 
         thread = threading.Thread(target=gather, name="verl-server-gather", daemon=True)
         thread.start()
-        deadline = time.monotonic() + self._gather_timeout_s
+        waits_in = ",".join(map(str, sorted(mesh))), name
+        self._num_gathered[waits_in[0]] += 1
+        started, has_told = time.monotonic(), is_shared
         while thread.is_alive():
             thread.join(POLL_INTERVAL_S)
             if is_shared:
                 self._shared.raise_loss(mesh)
             else:
                 self._raise_failure()
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - started
+            if waited_s > SLOW_GATHER_S and not has_told:
+                has_told = True
+                self._tell_gathers(self._gathers(waits_in))
+            if waited_s > self._gather_timeout_s:
                 raise DeadlineError(
                     f"gathering a tensor from the trainer's ranks took longer than {self._gather_timeout_s:g} s; "
                     "a rank left the collective, and the trainer's process group cannot be used any more",
@@ -265,18 +288,21 @@ class ShardWriter:
                     seconds=self._gather_timeout_s,
                 )
         if "error" in outcome:
+            if is_shared:
+                self._shared.raise_loss(mesh, wait_s=LOSS_NOTICE_S)
             raise PeerError(f"gathering a tensor from the trainer's ranks failed: {outcome['error']}")
         whole: torch.Tensor = outcome["tensor"]
         return whole
 
 
-def _meshes_of(named_tensors: NamedTensors) -> dict[frozenset[int], list[str]]:
+def meshes_of(named_tensors: NamedTensors) -> dict[frozenset[int], list[str]]:
     """The names of the DTensors of a collection by the ranks of their device meshes. Leaves bad items out."""
     from torch.distributed.tensor import DTensor
 
     names: dict[frozenset[int], list[str]] = {}
-    with contextlib.suppress(BadInputError):
-        for name, tensor in map(validated_pair, items_of(named_tensors)):
+    for item in items_of(named_tensors):
+        with contextlib.suppress(BadInputError):
+            name, tensor = validated_pair(item)
             if isinstance(tensor, DTensor):
                 names.setdefault(ranks_of(tensor.device_mesh), []).append(name)
     return names
@@ -284,5 +310,5 @@ def _meshes_of(named_tensors: NamedTensors) -> dict[frozenset[int], list[str]]:
 
 def enter_meshes(shared: SharedMeshes, named_tensors: NamedTensors) -> None:
     """Agree on all collectives of a collection of tensors with the ranks of other engines that share its meshes."""
-    for mesh, names in sorted(_meshes_of(named_tensors).items(), key=lambda item: sorted(item[0])):
+    for mesh, names in sorted(meshes_of(named_tensors).items(), key=lambda item: sorted(item[0])):
         shared.enter([mesh], f"{len(names)} DTensors (digest {zlib.crc32(chr(0).join(names).encode()):08x})")

@@ -102,6 +102,7 @@ class StagedUpdater(WeightUpdater):
             copies=StagingCopies(self._arena.pin),
             checksums=checksums if options.verify else None,
             shared=self.shared,
+            tell_gathers=partial(self.coordinator.tell_gathers, call_id),
         )
 
         def check_and_write() -> list[str]:

@@ -215,6 +215,7 @@ class StreamedUpdater(WeightUpdater):
             on_bad_tensor=lambda error: self._stop_filling(error.message),
             copies=None if filler is None else filler.copies,
             shared=self.shared,
+            tell_gathers=partial(self.coordinator.tell_gathers, load_id),
         )
         names, error = self.run_writing(writer, load_id, write)
         if error is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,7 @@ from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.contributions import contribution_of, require_same_shards
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.servers import UpdatableServers
-from verl_server.weights.update.shard_writer import ShardWriter
+from verl_server.weights.update.shard_writer import ShardWriter, meshes_of
 from verl_server.weights.update.tensor_source import NamedTensors, read_dense_tensors
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
+
+
+def _known_meshes(named_tensors: NamedTensors) -> Collection[frozenset[int]] | None:
+    """The device meshes of the DTensors of a collection. None for a generator, and for a collection without tensors."""
+    with suppress(Exception):  # the update itself refuses what is wrong
+        if isinstance(named_tensors, Sized) and len(named_tensors):
+            return meshes_of(named_tensors)
+    return None
 
 
 @dataclass(frozen=True)
@@ -89,14 +97,15 @@ class WeightUpdater(ABC):
             refusal = BadInputError(
                 "the memory of the server's weights is released: call resume_memory_occupation(['weights']) first"
             )
-        with self.exclusive(options.weight_version):
+        with self.exclusive(named_tensors, options.weight_version):
             return self._update(named_tensors, options, refusal)
 
     @contextmanager
-    def exclusive(self, weight_version: Any = None) -> Iterator[None]:
-        """One update at a time. The rank whose iterator has failed raises an error with that exception as its cause.
+    def exclusive(self, named_tensors: NamedTensors, weight_version: Any = None) -> Iterator[None]:
+        """One update at a time, with `named_tensors`.
 
-        It raises the exception itself if this is no `Exception`, for example KeyboardInterrupt.
+        The rank whose iterator has failed raises an error with that exception as its cause, or the exception itself if
+        this is no `Exception`, for example KeyboardInterrupt.
         """
         if self._is_updating:
             raise BadInputError(
@@ -105,7 +114,12 @@ class WeightUpdater(ABC):
             )
         self._is_updating = True
         self.shared = SharedMeshes(
-            self.ranks.global_ranks, weight_version, self.coordinator.raise_failure, self.coordinator.arrival_timeout_s
+            self.ranks.global_ranks,
+            weight_version,
+            self.coordinator.raise_failure,
+            self.coordinator.arrival_timeout_s,
+            lambda: _known_meshes(named_tensors),
+            previous=self.shared,
         )
         try:
             with self.shared:
