@@ -7,8 +7,9 @@ import ipaddress
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 FORMING_TIMEOUT_S = 60.0
@@ -16,6 +17,8 @@ FORMING_TIMEOUT_S = 60.0
 TRAINER_ANSWER_TIMEOUT_S = 10.0
 """Seconds that a server waits for the trainer's store. A trainer that is alive answers at once, because it has just
 called this server. The server's scheduler serves nothing in the meantime."""
+CANCEL_INTERVAL_S = 0.5
+"""Seconds between two looks at whether the trainer has abandoned what a server waits for."""
 
 
 def open_store(host: str, timeout_s: float) -> Any:
@@ -39,8 +42,10 @@ def open_store(host: str, timeout_s: float) -> Any:
     )
 
 
-def within(timeout_s: float, call: Callable[[], Any]) -> Any:
-    """The result of a call that waits for the trainer. Raises ConnectionError if the trainer does not answer in time.
+def within(timeout_s: float, call: Callable[[], Any], is_cancelled: Callable[[], bool] = lambda: False) -> Any:
+    """The result of a call that waits for the trainer.
+
+    Raises ConnectionError if the trainer does not answer in time, or soon after `is_cancelled()` becomes true.
 
     Torch's own deadlines are those of the store's server: a client waits for ever for a machine that has vanished. The
     call then stays in its thread.
@@ -54,12 +59,13 @@ def within(timeout_s: float, call: Callable[[], Any]) -> Any:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="verl-server-store", daemon=True).start()
-    try:
-        return outcome.result(timeout_s)
-    except TimeoutError:
-        if outcome.done():
-            raise
-        raise ConnectionError(f"the trainer's machine did not answer within {timeout_s:g} s") from None
+    deadline = time.monotonic() + timeout_s
+    while wait([outcome], min(CANCEL_INTERVAL_S, max(0.0, deadline - time.monotonic()))).not_done:
+        if time.monotonic() >= deadline:
+            raise ConnectionError(f"the trainer's machine did not answer within {timeout_s:g} s")
+        if is_cancelled():
+            raise ConnectionError("the trainer has abandoned the update")
+    return outcome.result()
 
 
 class TrainerStore:
