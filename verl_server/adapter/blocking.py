@@ -131,7 +131,7 @@ class HttpServerEngineAdapter:
             while (event := self._loop.run(_next_event(events))) is not None:
                 yield event
         finally:
-            self._loop.run(events.aclose())
+            self._loop.finish(events.aclose())
 
     @property
     def base_url(self) -> str:
