@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import uvloop
 
 from verl_server.errors import BadInputError, ShutDownError
-from verl_server.server.open_files import raise_open_file_limit
+from verl_server.server.open_files import raise_open_file_limit, start_thread
 
 R = TypeVar("R")
 
@@ -28,7 +28,7 @@ class EventLoopThread:
         self._lock = threading.RLock()  # the garbage collector may close a stream meanwhile
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="verl-server-http", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def _serve(self) -> None:
         try:

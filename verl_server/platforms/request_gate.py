@@ -9,6 +9,7 @@ neither torch nor sglang.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -136,49 +137,38 @@ def _check_list(name: str, numbers: Any, limit: int) -> None:
 class EndsWithClient:
     """ASGI middleware that cancels a generation as soon as its client closes the connection, on every route.
 
-    SGLang asks every 4 seconds whether the client of a reply is still there, and aborts a stream 2 seconds after its
-    end. When the handler is cancelled, SGLang 0.5.23 aborts its requests at once (`_release_req_states_on_failure`).
+    SGLang itself asks every 4 seconds. It aborts what a cancelled handler has sent (`_release_req_states_on_failure`).
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        path, is_post = scope.get("path", ""), scope.get("method") == "POST"
-        if not is_post or not (path == "/generate" or path.startswith("/v1/")):
+        path = scope.get("path", "")
+        if scope.get("method") != "POST" or not (path == "/generate" or path.startswith("/v1/")):
             await self._app(scope, receive, send)
             return
-        watch: asyncio.Task[None] | None = None
-        is_gone = False
+        has_body = asyncio.Event()
 
-        async def wait_for_end() -> None:
-            nonlocal is_gone
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            is_gone = True
-            handler.cancel()
-
-        async def watched_receive() -> Any:
-            nonlocal watch
+        async def noting_receive() -> Any:
             message = await receive()
-            if message["type"] == "http.request" and not message.get("more_body") and watch is None:
-                watch = asyncio.create_task(wait_for_end())
+            if not message.get("more_body"):
+                has_body.set()
             return message
 
-        async def watched_send(message: Any) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body") and watch is not None:
-                watch.cancel()  # the server calls the end of a reply a disconnect, too
-            await send(message)
+        async def watch() -> None:
+            await has_body.wait()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            handler.cancel()
 
-        handler = asyncio.create_task(self._app(scope, watched_receive, watched_send))
+        handler = asyncio.ensure_future(self._app(scope, noting_receive, send))
+        watching = asyncio.create_task(watch())
         try:
-            await handler
-        except asyncio.CancelledError:
-            if not is_gone:
-                raise
+            with contextlib.suppress(asyncio.CancelledError):
+                await handler
         finally:
-            if watch is not None:
-                watch.cancel()
+            watching.cancel()
 
 
 class KeyFilter:
