@@ -36,5 +36,5 @@ def start_thread(thread: threading.Thread) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
         raise UnsupportedError(
             f"{error}: this user (ulimit -u: {limit}) or container has reached its limit of processes and threads, or "
-            "its memory is used up. Raise ulimit -u, the limit of the container (docker run --pids-limit), or end some"
+            "its memory is used up. Raise ulimit -u, and in a container its limit (docker run --pids-limit)"
         ) from error
