@@ -10,16 +10,17 @@ import orjson
 from aiohttp import web
 
 from verl_server.platforms.http_hooks import RELEASED_MEMORY
+from verl_server.server.ports import join_host_port
 
 
 @contextlib.asynccontextmanager
-async def serving(server: web.Server, port: int = 0) -> AsyncIterator[str]:
+async def serving(server: web.Server, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """The URL of a running server. `port` 0: any free port."""
     runner = web.ServerRunner(server, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+    await web.TCPSite(runner, host, port, reuse_address=True).start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"http://{join_host_port(host, runner.addresses[0][1])}"
     finally:
         await runner.cleanup()
 

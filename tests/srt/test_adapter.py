@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 import requests
@@ -30,7 +31,7 @@ from helpers import (
 
 from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, PauseMode, Timeouts
 from verl_server.adapter.router_registration import RouterRegistration
-from verl_server.adapter.sglang.replies import convert_weight_versions, require_logprobs
+from verl_server.adapter.sglang.replies import convert_weight_versions, count_requests, require_logprobs
 from verl_server.config import AdapterConfig
 from verl_server.conformance.interceptor import Interceptor
 from verl_server.errors import (
@@ -278,6 +279,47 @@ def test_abort_by_id(adapter: HttpServerEngineAdapter) -> None:
     adapter.abort_request("only-this")
     running.join(30.0)
     assert replies[0]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+@pytest.mark.parametrize("kind", ["one prompt", "batch", "samples", "stream", "chat"])
+def test_a_cancelled_generation_ends_at_once(kind: str, adapter: HttpServerEngineAdapter) -> None:
+    """Whatever the request is, and without the key that aborts: the connection closes."""
+    other, params = adapter.asynchronous, {"max_new_tokens": 2000, "ignore_eos": True}
+
+    async def stream() -> None:
+        async for _ in other.generate_stream(input_ids=[1, 2], sampling_params=params):
+            pass
+
+    async def chat() -> None:
+        body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1900, "ignore_eos": True}
+        headers = {"Authorization": f"Bearer {adapter.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            await session.post(f"{adapter.base_url}/v1/chat/completions", json=body)
+
+    async def run() -> float:
+        calls: dict[str, Callable[[], Any]] = {
+            "one prompt": lambda: other.generate(input_ids=[1, 2], sampling_params=params),
+            "batch": lambda: other.generate(input_ids=[[1, 2], [3]], sampling_params=params),
+            "samples": lambda: other.generate(input_ids=[1, 2], sampling_params=params | {"n": 2}),
+            "stream": stream,
+            "chat": chat,
+        }
+        call = asyncio.ensure_future(calls[kind]())
+        while not call.done() and not count_requests(await other.get_loads()):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
+        started = time.monotonic()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        while count_requests(await other.get_loads()):
+            await asyncio.sleep(0.02)
+        seconds = time.monotonic() - started
+        await other.generate(input_ids=[1, 2], sampling_params={"max_new_tokens": 1})
+        await other.close_connections()
+        return seconds
+
+    assert asyncio.run(asyncio.wait_for(run(), 30.0)) < 1.0
 
 
 def test_updates_from_disk_and_by_broadcast(on_ipv6: HttpServerEngineAdapter, tiny: Callable[..., Path]) -> None:

@@ -107,7 +107,9 @@ def test_one_engine_pushes_to_servers_of_both_engines(one_rank: DeviceMesh, shar
         assert_equals_reference(engine, changed)
     for kind in ("sglang", "vllm"):
         own, tensors = shared_engines.of(kind), original.state_dict()
-        with pytest.raises(ServerError, match="another client has changed the weights"):  # the next update takes over
+        with pytest.raises(
+            ServerError, match="another VerlEngine of this process has changed"
+        ):  # the next update takes over
             own.update_weights_from_tensor(tensors.items(), weight_version=version + 1)
         own.update_weights_from_tensor(tensors.items(), weight_version=version + 1)
         assert_equals_reference(own, original)

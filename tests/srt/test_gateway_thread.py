@@ -17,7 +17,7 @@ from agent_helpers import ScriptedGenerateFn
 from helpers import free_port, wait_until
 from transformers import AutoTokenizer
 
-from verl_server import BadInputError, DeadlineError, StartupError
+from verl_server import BadInputError, DeadlineError, HttpServerEngineAdapter, StartupError, UnsupportedError
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import DiscoveredServers, Gateway
 from verl_server.trajectory import ChatRenderer
@@ -62,8 +62,10 @@ def test_a_thread_that_cannot_start_keeps_neither_the_port_nor_the_folder(
     generate, port = ScriptedGenerateFn(renderer.tokenizer, lambda prompt: "yes"), free_port()
     default = threading.stack_size(1 << 47)  # no machine has so much memory for the stack of a thread
     try:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises(UnsupportedError, match=r"can't start new thread: .*ulimit -u: .*--pids-limit"):
             Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS, port=port)
+        with pytest.raises(UnsupportedError, match=r"can't start new thread: .*Raise ulimit -u"):
+            HttpServerEngineAdapter("no model: the server would not start")
     finally:
         threading.stack_size(default)
     with Gateway(generate, tmp_path, renderer=renderer, limits=LIMITS, port=port) as gateway:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import itertools
 import json
 import os
+import re
 import socket
 import threading
 import traceback
@@ -449,29 +452,50 @@ def test_a_reply_that_contradicts_itself_is_an_error_of_the_replica(
     asyncio.run(run())
 
 
-def test_an_address_of_several_servers_is_refused_by_a_router(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A name with several addresses, as of a headless service, and an address behind which servers answer in turns."""
-    answers = iter(["a", "b"] + ["a"] * 1000)
+def process_server(*answers: str | None, paths: list[str] | None = None) -> web.Server:
+    """A server whose replies name the processes `answers` in turns. None: no process, as SGLang's own server."""
+    names = itertools.cycle(answers)
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        return web.json_response({"weight_version": "3"}, headers={"x-verl-server-process": next(answers)})
+        if paths is not None:
+            paths.append(request.path)
+        name = next(names)
+        headers = {} if name is None else {"x-verl-server-process": name}
+        return web.json_response({"weight_version": "3"}, headers=headers)
 
-    def addresses(host: str, port: int, *_: Any, **__: Any) -> Any:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in ("192.0.2.1", "192.0.2.2")]
+    return web.Server(answer)
+
+
+def let_name_have(addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host name policy.invalid have `addresses`, in any order."""
+    lookup, turns = socket.getaddrinfo, itertools.count()
+
+    def look_up(host: Any, port: int, *arguments: Any, **options: Any) -> Any:
+        if host != "policy.invalid":
+            return lookup(host, port, *arguments, **options)
+        first = next(turns) % len(addresses)
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [
+            (families[":" in each], socket.SOCK_STREAM, 6, "", (each, port) + (0, 0) * (":" in each))
+            for each in addresses[first:] + addresses[:first]
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+def test_an_address_of_several_servers_is_refused_by_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name with several addresses, as of a headless service, and an address behind which servers answer in turns."""
 
     async def run() -> list[str]:
-        async with serving(web.Server(answer)) as url:
-            names = [url, "http://policy.invalid:1"]
+        async with (
+            serving(process_server("a", "b")) as turns,
+            serving(process_server("c"), host="127.0.0.2") as url,
+            serving(process_server("d"), int(url.rpartition(":")[2]), "127.0.0.3"),
+        ):
+            let_name_have(["127.0.0.2", "127.0.0.3"], monkeypatch)
+            names = [turns, url.replace("127.0.0.2", "policy.invalid")]
             dispatcher = Dispatcher()
             replicas = StaticReplicas([RemoteServer(name) for name in names])
-            lookup = socket.getaddrinfo
-            monkeypatch.setattr(
-                socket,
-                "getaddrinfo",
-                lambda host, *a, **k: (addresses if "policy" in str(host) else lookup)(host, *a, **k),
-            )
             try:
                 await replicas.start(dispatcher)
                 assert replicas._probed is not None
@@ -484,7 +508,70 @@ def test_an_address_of_several_servers_is_refused_by_a_router(
 
     turns, several = asyncio.run(run())
     assert "several servers answer at" in turns
-    assert "policy.invalid has the addresses 192.0.2.1, 192.0.2.2" in several
+    assert re.search(r"policy.invalid:\d+ has the addresses 127.0.0.[23], 127.0.0.[23] of different servers", several)
+
+
+@pytest.mark.parametrize("process", ["a", None])
+def test_all_requests_go_to_one_address_of_a_server_with_several(
+    process: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As behind a tunnel, or with IPv4 and IPv6. Nothing answers at the third address. The name is looked up often."""
+
+    async def run() -> None:
+        first, second = list[str](), list[str]()
+        async with (
+            serving(process_server(process, paths=first), host="::1") as url,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            port = int(url.rpartition(":")[2])
+            await stack.enter_async_context(serving(process_server(process, paths=second), port))
+            let_name_have(["127.0.0.4", "::1", "127.0.0.1"], monkeypatch)
+            adapter = AsyncHttpServerEngineAdapter.attach(f"http://policy.invalid:{port}", config=AdapterConfig())
+            for _ in range(6):
+                await adapter.get_model_info()
+                await adapter.close_connections()  # the next request looks the name up again
+            counts = [paths.count("/model_info") for paths in (first, second)]
+            assert sorted(counts) == [0, 6]
+            assert adapter.connection.http.process == process
+            if counts[1]:  # the address goes away
+                await stack.aclose()
+                with contextlib.suppress(ServerError):
+                    await adapter.get_model_info()
+                await adapter.close_connections()
+                await adapter.get_model_info()
+                assert "/model_info" in first
+            await adapter.close_connections()
+
+    asyncio.run(run())
+    assert ("is used" in caplog.text) is (process is None), "these might be two servers"
+
+
+def test_a_server_that_is_listed_under_two_addresses_is_one_replica() -> None:
+    """The second address is used when nothing answers at the first."""
+
+    async def run() -> None:
+        async with serving(process_server("a")) as first, contextlib.AsyncExitStack() as stack:
+            port = int(first.rpartition(":")[2])
+            second = await stack.enter_async_context(serving(process_server("a"), port, "127.0.0.2"))
+            dispatcher = Dispatcher()
+            replicas = StaticReplicas([RemoteServer(second), RemoteServer(first)])
+            await replicas.start(dispatcher)
+            assert replicas._probed is not None
+            try:
+                await replicas._probed.probe_all()
+                (refused,) = [each for each in dispatcher.pool.replicas.values() if not each.admitted]
+                assert "one server answers at http://127.0.0." in refused.problem
+                assert all(url in refused.problem for url in (first, second))
+                if refused.name == first:
+                    await stack.aclose()
+                    for _ in range(2):
+                        await replicas._probed.probe_all()
+                    assert [each.name for each in dispatcher.pool.replicas.values() if each.admitted] == [first]
+            finally:
+                await replicas.close()
+                await dispatcher.close()
+
+    asyncio.run(run())
 
 
 def test_a_router_sends_no_requests_to_a_server_that_came_back_with_its_checkpoint() -> None:

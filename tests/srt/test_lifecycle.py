@@ -28,6 +28,7 @@ from helpers import (
     marked_processes,
     no_new_shared_memory,
     processes,
+    remote_server_of,
     wait_until,
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -292,6 +293,43 @@ def test_children_of_a_process_whose_first_thread_has_ended_are_found() -> None:
         os.kill(child, signal.SIGKILL)
         process.kill()
         process.wait()
+
+
+def test_an_engine_that_is_lost_in_the_thread_of_its_adapter_ends(
+    adapter: HttpServerEngineAdapter, one_rank: DeviceMesh
+) -> None:
+    """The garbage collector may find it in any thread. Its end waits for the thread of the adapter."""
+    folder = adapter.server_args["model_path"]
+    engine = VerlEngine(one_rank, servers=[remote_server_of(adapter)], model_path=folder, dtype="float32")
+    assert engine.adapter is not None
+    loop = engine.adapter._loop
+    engine.__dict__["itself"] = engine
+    gc.disable()
+    try:
+        del engine
+        loop._loop.call_soon_threadsafe(gc.collect)
+        wait_until(lambda: not loop._thread.is_alive(), 20.0, "the thread waits for itself")
+    finally:
+        gc.enable()
+
+
+def test_a_stream_that_is_lost_in_the_thread_of_its_adapter_ends(adapter: HttpServerEngineAdapter) -> None:
+    attached = HttpServerEngineAdapter.attach(
+        adapter.base_url, api_key=adapter.api_key, admin_api_key=adapter.admin_api_key
+    )
+    stream = attached.generate_stream(input_ids=[1], sampling_params={"max_new_tokens": 2000, "ignore_eos": True})
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del stream, cycle
+        attached._loop._loop.call_soon_threadsafe(gc.collect)
+        model_info = attached._loop.submit(attached.asynchronous.get_model_info())
+        assert "weight_version" in model_info.result(20.0), "the thread waits for itself"
+    finally:
+        gc.enable()
+    attached.shutdown()
 
 
 def test_an_engine_that_is_lost_ends_its_server(

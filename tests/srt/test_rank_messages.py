@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import orjson
 import pytest
+from helpers import wait_until
 
 from verl_server import errors
 from verl_server.engine.generation import RankGeneration
@@ -390,6 +391,35 @@ def test_other_ranks_learn_that_rank_0_cancelled_a_call_before_all_ranks_had_arr
     arrive(rank_2, "async_generate#1")
     assert received(rank_2)["outcome"] == {"error": expected}
     coordinator.close()
+
+
+def test_a_rank_learns_of_each_call_that_rank_0_cancelled_before_it_made_it() -> None:
+    """Rank 0 cancels thousands of calls at once, and the other rank makes them later."""
+    first, second = two_coordinators(arrival_timeout_s=30.0)
+    ids = [f"async_generate#{number}" for number in range(1, 2501)]
+
+    async def nothing(_: Any) -> None:
+        return None
+
+    async def cancel_all() -> None:
+        calls = [asyncio.create_task(first.agree_async(call, nothing)) for call in ids]
+        await asyncio.sleep(0.2)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def make_all() -> list[Any]:
+        calls = [second.agree_async(call, nothing) for call in ids]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10.0)
+
+    asyncio.run(cancel_all())
+    first.announce_error("last", errors.PeerError("the last message"))
+    wait_until(lambda: second._calls.first_error("last") is not None, 10.0, "a message is missing")
+    assert {type(outcome) for outcome in asyncio.run(make_all())} == {errors.PeerError}
+    assert not first._calls._early_errors
+    assert not second._calls._early_errors
+    for coordinator in (first, second):
+        coordinator.close()
 
 
 def test_a_rank_that_is_stopped_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:

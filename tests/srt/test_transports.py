@@ -55,7 +55,7 @@ from verl_server.weights.broadcast.store import arrival_key, connect_to_store, o
 from verl_server.weights.checksum import XXH3
 from verl_server.weights.layout import plan_arena
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.transports import is_streamed, sender_class
+from verl_server.weights.transports import is_streamed, patches, sender_class
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 from verl_server.weights.update.request import UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
@@ -514,6 +514,60 @@ def test_a_broadcast_that_is_interrupted_ends_at_once(failure: BaseException, mo
             push(updater, weights)
     assert time.monotonic() - started < 10.0, "the receivers do not wait for their deadline of 20 s"
     assert push(updater, weights).weight_version == 2
+    updater.close()
+
+
+@pytest.mark.parametrize("transport", ["distributed", "delta", "distributed_buckets"])
+@pytest.mark.parametrize("step", ["submit", "deliver"])
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_an_interrupt_before_the_broadcast_ends_at_once(
+    num_before: int, step: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receivers have started, and wait for the group or for the first bytes."""
+    sizes = {"a": 1000, "b": 2000}
+    servers = ModelServers(sizes)
+    updater = staged_updater(transport, servers, sizes)
+    weights = {name: torch.ones(size) for name, size in sizes.items()}
+    for _ in range(num_before):
+        push(updater, weights)
+    servers.steps.clear()
+    started = time.monotonic()
+    with monkeypatch.context() as patch:
+        owner: Any = ThreadPoolExecutor if step == "submit" else sender_class(transport)
+        calls = getattr(owner, step) if step == "submit" else lambda *_, **__: time.sleep(0.2)
+        patch.setattr(owner, step, raise_after(calls, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            push(updater, weights)
+    assert time.monotonic() - started < 10.0, "the receivers do not wait for their deadlines"
+    assert servers.steps == ["pause", "begin", "end"]
+    weights["a"] += 1.0
+    assert push(updater, weights, verify=False).weight_version == num_before + 1
+    assert torch.equal(servers.models[0].tensors["a"], weights["a"])
+    updater.close()
+
+
+def test_an_interrupt_after_a_patch_leaves_no_base_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's copy of the last weights is then partly old: a patch against it would lack changes."""
+    sizes = {"a": 1000, "b": 1000}
+    servers = ModelServers(sizes)
+    updater = staged_updater("delta", servers, sizes)
+    weights = {name: torch.ones(size) for name, size in sizes.items()}
+    push(updater, weights)
+    weights["a"][:10] = 2.0
+    with monkeypatch.context() as patch:
+        apply = patches.apply
+
+        def interrupted(*arguments: Any) -> None:
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            apply(*arguments)  # the receiver's
+
+        patch.setattr(patches, "apply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            push(updater, weights, verify=False)
+    weights["a"][:10] = 1.0
+    push(updater, weights, verify=False)
+    assert torch.equal(servers.models[0].tensors["a"], weights["a"])
     updater.close()
 
 

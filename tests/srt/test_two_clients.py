@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,7 +142,7 @@ def test_a_second_trainer_is_noticed(
     with VerlEngine(one_rank, servers=[remote_server_of(adapter)], model_path=folder, dtype="float32") as second:
         for _ in range(2):
             second.update_weights_from_tensor(weights.items())
-        with pytest.raises(ServerError, match=f"has weight version {first + 2}, .*given it version {first}"):
+        with pytest.raises(ServerError, match=f"has weight version {first + 2}, .*version {first}. Use one of the two"):
             shared_engine.update_weights_from_tensor(weights.items())
         with pytest.raises(TornWeightsError, match="updated by another client"):
             shared_engine.generate(input_ids=[1, 2], sampling_params=GREEDY)
@@ -153,8 +154,18 @@ def test_a_second_trainer_is_noticed(
         shared_engine.update_weights_from_tensor(weights.items())
         assert shared_engine.weight_version == first + 3, "a version names one set of weights"
         shared_engine.update_weights_from_tensor(norm.items())
-        with pytest.raises(ServerError, match="another client has changed the weights"):
+        with pytest.raises(ServerError, match="another VerlEngine of this process has changed the weights"):
             second.update_weights_from_tensor(norm.items())
+
+
+def test_one_server_under_two_addresses_is_refused(adapter: HttpServerEngineAdapter, one_rank: DeviceMesh) -> None:
+    """It would load each update twice at the same time."""
+    remote = remote_server_of(adapter)
+    other = dataclasses.replace(remote, base_url=remote.base_url.replace("127.0.0.1", "localhost"))
+    folder = adapter.server_args["model_path"]
+    for second in (other, remote):
+        with pytest.raises(BadInputError, match=f"one server answers at {remote.base_url} and at {second.base_url}"):
+            VerlEngine(one_rank, servers=[remote, second], model_path=folder, dtype="float32")
 
 
 @pytest.mark.parametrize("kind", KINDS)

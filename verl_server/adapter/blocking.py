@@ -57,10 +57,14 @@ class HttpServerEngineAdapter:
         **server_args: Any,
     ) -> None:
         """Start a server and wait until it is ready. See `AsyncHttpServerEngineAdapter` for arguments and errors."""
-        self.asynchronous = AsyncHttpServerEngineAdapter(
-            model_path, config=config, env=env, check_abort=check_abort, **server_args
-        )
-        self._loop = EventLoopThread()
+        self._loop = EventLoopThread()  # first: if there is no thread, no server is started
+        try:
+            self.asynchronous = AsyncHttpServerEngineAdapter(
+                model_path, config=config, env=env, check_abort=check_abort, **server_args
+            )
+        except BaseException:
+            self._loop.close()
+            raise
 
     @classmethod
     def attach(
@@ -131,7 +135,7 @@ class HttpServerEngineAdapter:
             while (event := self._loop.run(_next_event(events))) is not None:
                 yield event
         finally:
-            self._loop.run(events.aclose())
+            self._loop.finish(events.aclose())
 
     @property
     def base_url(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import uvloop
 
 from verl_server.errors import BadInputError, ShutDownError
-from verl_server.server.open_files import raise_open_file_limit
+from verl_server.server.open_files import raise_open_file_limit, start_thread
 
 R = TypeVar("R")
 
@@ -25,10 +25,10 @@ class EventLoopThread:
         raise_open_file_limit()  # the loop has files of its own
         self._loop = uvloop.new_event_loop()
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may close a stream meanwhile
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="verl-server-http", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def _serve(self) -> None:
         try:
@@ -62,6 +62,16 @@ class EventLoopThread:
                 coroutine.close()
                 raise ShutDownError("the adapter was shut down")
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """`run` for the end of an object, which the garbage collector may find in the thread of the event loop itself.
+
+        There it starts the coroutine and does not wait.
+        """
+        if threading.current_thread() is self._thread:
+            self.submit(coroutine)
+        else:
+            self.run(coroutine)
 
     def _require_own_process(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Raise BadInputError in a forked child process, where no thread runs the event loop."""

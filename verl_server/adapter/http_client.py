@@ -12,11 +12,12 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from verl_server.adapter.json_body import encode_json
-from verl_server.adapter.sglang.endpoints import Endpoint, OperationKind
+from verl_server.adapter.sglang.endpoints import PING, Endpoint, OperationKind
 from verl_server.adapter.sglang.replies import (
     decode_reply,
     error_from_reply,
@@ -27,7 +28,7 @@ from verl_server.adapter.sglang.replies import (
 from verl_server.config import Timeouts
 from verl_server.errors import DeadlineError, ServerDiedError, ServerError, VerlServerError
 from verl_server.server.open_files import raise_open_file_limit
-from verl_server.server.ports import is_own_address, open_socket
+from verl_server.server.ports import join_host_port, open_socket
 from verl_server.server.process_header import PROCESS_HEADER
 from verl_server.tracing import trace_headers
 from verl_server.validation import require_key
@@ -81,11 +82,14 @@ class HttpClient:
         self._failure: VerlServerError | None = None
         """The error of `fail`. Every later call raises a copy: a raised error refers to the frames of its callers."""
         self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
+        self._address: str | None = None
+        """The numeric address of the host name to which all connections go."""
         self.on_restart: Callable[[], bool] | None = None
         """Called when another server process answers than before. Returns whether the server has lost what the caller
         relies on: the reply is then not used, and the call raises ServerError. None: any process may answer."""
         self._processes: list[str] = []
-        """Ids of the server processes that have answered, in the order of their first replies."""
+        """Ids of the server processes that have answered, in the order of their first replies. Without `on_restart`: of
+        the process that has answered last."""
         raise_open_file_limit()
 
     async def call(self, endpoint: Endpoint, payload: Any = None) -> Any:
@@ -149,6 +153,7 @@ class HttpClient:
             return copy.copy(self._failure)
         url = self.base_url + endpoint.path
         if isinstance(error, aiohttp.ClientConnectorError):
+            self._address = None  # the server may answer at another address of the host name
             return ServerError(
                 f"nothing answers at {self.base_url} ({error.strerror or error}): check that the server runs, and that "
                 "this is its host and port",
@@ -171,15 +176,22 @@ class HttpClient:
         if self._failure is not None:
             raise copy.copy(self._failure)
 
+    @property
+    def process(self) -> str | None:
+        """Id of the server process that has answered last. None if no reply has named its process."""
+        return self._processes[-1] if self._processes else None
+
     def require_same_process(self, process: str | None) -> None:
         """Raise ServerError for a reply that comes from another server process than the replies before.
 
         `process`: the reply's `PROCESS_HEADER`. None if the server, or a proxy in front of it, sends none.
         """
-        if self.on_restart is None or process is None:
-            return
         known, url = self._processes, self.base_url
-        if process not in known:
+        if process is None:
+            return
+        if self.on_restart is None:
+            known[:] = [process]
+        elif process not in known:
             known.append(process)
             if len(known) > 1 and self.on_restart():
                 raise ServerError(
@@ -190,6 +202,40 @@ class HttpClient:
         if process != known[-1]:  # also a late reply of a server that another one has replaced
             raise ServerError(f"several servers answer at {url} in turns: {ONE_SERVER}", url=url)
 
+    async def choose_address(self, found: list[aiohttp.abc.ResolveResult]) -> aiohttp.abc.ResolveResult:
+        """The one of the addresses of the host name to which all connections go.
+
+        Where there are several, the same one as before, or the first at which a server answers: one server may have
+        many (IPv4 and IPv6, a tunnel), and a headless service of Kubernetes has one for each server. Raises ServerError
+        if different processes answer, and the error of a connection if none does.
+        """
+        chosen = next((each for each in found if each["host"] == self._address), None)
+        if chosen is None and len(found) > 1:
+            answers = await asyncio.gather(*map(self._ask_process, found), return_exceptions=True)
+            answering = [(each, who) for each, who in zip(found, answers, strict=True) if isinstance(who, str)]
+            if not answering and isinstance(answers[0], BaseException):
+                raise answers[0]
+            hosts, processes = ", ".join(each["host"] for each, _ in answering), {who for _, who in answering}
+            if len(processes - {""}) > 1:
+                raise ServerError(f"{self.base_url} has the addresses {hosts} of different servers: {ONE_SERVER}")
+            chosen = answering[0][0]
+            if "" in processes and len(answering) > 1:
+                logger.warning("%s has the addresses %s: only %s is used", self.base_url, hosts, chosen["host"])
+        chosen = chosen or found[0]
+        self._address = chosen["host"]
+        return chosen
+
+    async def _ask_process(self, address: aiohttp.abc.ResolveResult) -> str:
+        """The id of the server process that answers at an address. Empty if its replies name no process."""
+        parts, host = urlsplit(self.base_url), join_host_port(address["host"], address["port"])
+        url, headers = parts._replace(netloc=host).geturl() + PING.path, {**self._headers, "Host": parts.netloc}
+        timeout = aiohttp.ClientTimeout(total=self._deadlines[OperationKind.CONTROL].sock_connect)
+        async with (
+            aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
+            session.get(url, headers=headers, server_hostname=parts.hostname, allow_redirects=False) as reply,
+        ):
+            return reply.headers.get(PROCESS_HEADER, "")
+
     def pool(self) -> _Pool:
         """The connection pool of the running event loop."""
         loop = asyncio.get_running_loop()
@@ -197,7 +243,7 @@ class HttpClient:
         if pool is None or pool.session.closed:
             self._remove_closed_loops()
             connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=open_socket, resolver=_OneMachineResolver()
+                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=open_socket, resolver=_PinningResolver(self)
             )
             session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=READ_BUFFER_BYTES)
             pool = self._pools[loop] = _Pool(session)
@@ -226,18 +272,17 @@ class HttpClient:
             await pool.session.close()
 
 
-class _OneMachineResolver(aiohttp.ThreadedResolver):
-    """Refuses a host name of several machines, for example of a headless service of Kubernetes."""
+class _PinningResolver(aiohttp.ThreadedResolver):
+    """Leads all connections of a client to one address of the host name: another server may answer at the others."""
+
+    def __init__(self, client: HttpClient) -> None:
+        super().__init__()
+        self._choose = client.choose_address
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[aiohttp.abc.ResolveResult]:
-        found = await super().resolve(host, port, family)
-        for kind in (socket.AF_INET, socket.AF_INET6):  # one machine may have an address of each kind
-            addresses = sorted({each["host"] for each in found if each["family"] == kind})
-            if len(addresses) > 1 and not all(is_own_address(address) for address in addresses):
-                raise ServerError(f"the host name {host} has the addresses {', '.join(addresses)}: {ONE_SERVER}")
-        return found
+        return [await self._choose(await super().resolve(host, port, family))]
 
 
 class _Pool:

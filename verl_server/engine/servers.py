@@ -25,6 +25,9 @@ from verl_server.weights.owner import owner_fields
 from verl_server.weights.transports.message import serialize_message
 from verl_server.weights.update.servers import ReplayFn
 
+_updated_by: dict[str, int] = {}
+"""For each server process, by its id: the id of the `HttpServers` of this process that has updated it last."""
+
 
 class HttpServers:
     """One or more servers, each driven over HTTP by an adapter.
@@ -138,10 +141,12 @@ class HttpServers:
                 continue
             given, connection.known_versions, connection.weights_undefined = max(known), {version}, True
             self._base = self.weight_version = max(self.weight_version, version)
+            who, cure = "another client", "Stop the other trainer"
+            if _updated_by.get(connection.http.process or "", id(self)) != id(self):
+                who, cure = "another VerlEngine of this process", "Use one of the two, and shut the other one down"
             raise ServerError(
-                f"another client has changed the weights of {adapter.base_url}: the server has weight version "
-                f"{version}, and this trainer has given it version {given}. Stop the other trainer. The next update of "
-                "all tensors takes over",
+                f"{who} has changed the weights of {adapter.base_url}: the server has weight version {version}, and "
+                f"this engine has given it version {given}. {cure}. The next update of all tensors takes over",
                 url=adapter.base_url,
             )
         return self.weight_version
@@ -183,6 +188,8 @@ class HttpServers:
             connection = adapter.asynchronous.connection
             connection.known_versions = {version}
             connection.weights_undefined &= not whole
+            if connection.http.process is not None:
+                _updated_by[connection.http.process] = id(self)
 
     # -- adapters and memory --------------------------------------------------------------------------
 
@@ -272,7 +279,7 @@ def connect_servers(servers: Sequence[RemoteServer], config: AdapterConfig, weig
     The weight version is the highest of `weight_version` and of the servers, so that no version names two sets of
     weights.
 
-    Raises BadInputError for a server that was started without our weight loader.
+    Raises BadInputError for a server that was started without our weight loader, and for two addresses of one server.
     """
     adapters: list[HttpServerEngineAdapter] = []
     try:
@@ -284,6 +291,7 @@ def connect_servers(servers: Sequence[RemoteServer], config: AdapterConfig, weig
             )
         with ThreadPoolExecutor(len(adapters), thread_name_prefix="verl-server-connect") as pool:
             members = list(pool.map(_describe_server, adapters))
+            _require_different_servers(adapters)
             versions = list(pool.map(_weight_version_of, adapters))
     except BaseException:
         for adapter in adapters:
@@ -334,6 +342,16 @@ def _served_version(adapter: HttpServerEngineAdapter) -> int:
         return _weight_version_of(adapter)
     except ServerError:
         return _weight_version_of(adapter)
+
+
+def _require_different_servers(adapters: Sequence[HttpServerEngineAdapter]) -> None:
+    """Raise BadInputError for a server that is listed twice, also under two addresses."""
+    urls: dict[str, str] = {}
+    for adapter in adapters:
+        url, process = adapter.base_url, adapter.asynchronous.connection.http.process
+        if (other := urls.get(process or url)) is not None:
+            raise BadInputError(f"one server answers at {other} and at {url}: list it once", argument="servers")
+        urls[process or url] = url
 
 
 def _describe_server(adapter: HttpServerEngineAdapter) -> ServerInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -329,6 +330,14 @@ def _end_use(group: RankCoordinator, backend: Backend | None, weights: WeightUpd
 
 
 def _end_lost_engine(group: RankCoordinator, backend: Backend | None, weights: WeightUpdater | None) -> None:
-    """Called when nothing refers to an engine any more, for example because a notebook has made another one."""
-    logger.warning("a VerlEngine was lost without shutdown(): its server ends now")
-    _end_use(group, backend, weights)
+    """Called when nothing refers to an engine any more, for example because a notebook has made another one.
+
+    The garbage collector calls it in any thread, also in one that `_end_use` waits for or that holds a lock. So another
+    thread does the work. `threading` would take locks of its own to start it.
+    """
+
+    def end() -> None:
+        logger.warning("a VerlEngine was lost without shutdown(): its server ends now")
+        _end_use(group, backend, weights)
+
+    _thread.start_new_thread(end, ())

@@ -37,7 +37,7 @@ from verl_server.gateway.sessions.session_info import SessionInfo, as_json, requ
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.slots import Slots
 from verl_server.gateway.worker_threads import call_in_thread
-from verl_server.server.open_files import raise_open_file_limit
+from verl_server.server.open_files import raise_open_file_limit, start_thread
 from verl_server.server.ports import bind, join_host_port, listen
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.view.token_texts import decoder_of
@@ -113,7 +113,7 @@ class Gateway:
             self._server = self._make_server()
             listen(self._socket)  # now: a client whose connection is accepted waits for its reply
             self._thread = threading.Thread(target=self._run, name="verl-gateway", daemon=True)
-            self._thread.start()
+            start_thread(self._thread)
         except BaseException:
             self._release()
             raise

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,6 +16,8 @@ ANSWER_TIMEOUT_S = 10.0
 """Seconds that an operation may take. A process that is alive answers at once."""
 OVERDUE_TIMEOUT_S = 0.5
 """Seconds for an operation while an earlier one is overdue."""
+CANCEL_INTERVAL_S = 0.5
+"""Seconds between two looks at whether what an operation waits for has been abandoned."""
 
 _Calls = queue.SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 
@@ -35,10 +38,18 @@ class BoundedStore:
         weakref.finalize(self, self._calls.put, None)
         self._store = self._within(ANSWER_TIMEOUT_S, open_store)
 
-    def call(self, operation: Callable[[Any], T], timeout_s: float = ANSWER_TIMEOUT_S) -> T:
-        """The result of `operation(store)`, which gets torch's own store."""
+    def call(
+        self,
+        operation: Callable[[Any], T],
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> T:
+        """The result of `operation(store)`, which gets torch's own store.
+
+        Raises ConnectionError soon after `is_cancelled()` becomes true, which must not use this store.
+        """
         store = self._store
-        return self._within(timeout_s, lambda: operation(store))
+        return self._within(timeout_s, lambda: operation(store), is_cancelled)
 
     def get(self, key: str) -> bytes:
         """The value of a key, for which torch's store waits as long as its own timeout says."""
@@ -48,18 +59,19 @@ class BoundedStore:
         """Another operation of torch's store: `check`, `set`, `multi_get` and so on."""
         return lambda *args: self.call(lambda store: getattr(store, name)(*args))
 
-    def _within(self, timeout_s: float, call: Callable[[], T]) -> T:
+    def _within(self, timeout_s: float, call: Callable[[], T], is_cancelled: Callable[[], bool] = lambda: False) -> T:
         outcome: Future[T] = Future()
         self._calls.put((call, outcome))
         is_overdue = self._overdue is not None and not self._overdue.done()
-        try:
-            return outcome.result(OVERDUE_TIMEOUT_S if is_overdue else timeout_s)
-        except TimeoutError:
-            if outcome.done():
-                raise
-            if not is_overdue:
-                self._overdue = outcome
-            raise ConnectionError(f"the trainer's machine did not answer within {timeout_s:g} s") from None
+        deadline = time.monotonic() + (OVERDUE_TIMEOUT_S if is_overdue else timeout_s)
+        while wait([outcome], min(CANCEL_INTERVAL_S, max(0.0, deadline - time.monotonic()))).not_done:
+            if time.monotonic() >= deadline:
+                if not is_overdue:
+                    self._overdue = outcome
+                raise ConnectionError(f"the trainer's machine did not answer within {timeout_s:g} s")
+            if is_cancelled():
+                raise ConnectionError("the trainer has abandoned the update")
+        return outcome.result()
 
 
 def _make_calls(calls: _Calls) -> None:

@@ -318,11 +318,8 @@ class RankCoordinator:
         elif "left" in message:
             self._fail_call(message["call_id"], from_wire(message["left"]))
         elif "arrival" in message:
-            outcome = self._calls.add_arrival(message["call_id"], peer, message["arrival"])
-            if outcome is not None:
-                self._channels[peer].send({"call_id": message["call_id"], "outcome": outcome})
-            else:
-                self._check_calls(message["call_id"], peer)
+            self._calls.add_arrival(message["call_id"], peer, message["arrival"])
+            self._check_calls(message["call_id"], peer)
         elif "overdue" in message:
             if not self._calls.is_made(message["call_id"]):
                 late = not_arrived([0], message["call_id"], self.arrival_timeout_s, {})

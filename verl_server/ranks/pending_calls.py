@@ -15,8 +15,9 @@ from verl_server.errors import VerlServerError, from_wire, to_wire
 from verl_server.ranks.call_messages import call_number, different_calls, left_alone, operation_of
 from verl_server.types import Json
 
-MAX_REMEMBERED_OUTCOMES = 1000
-"""Maximum number of calls of which rank 0 keeps how they were settled, for ranks that arrive late."""
+MAX_REMEMBERED_CALLS = 100_000
+"""Maximum number of ended calls that rank 0 remembers by their ids. Messages about a call that are still on their way
+when it ends are ignored; thousands of calls can end at the same moment."""
 
 
 @dataclass
@@ -39,8 +40,10 @@ class PendingCalls:
         self._arrivals: dict[str, Arrivals] = {}
         self._outcomes: dict[str, Future[Json]] = {}
         self._first_errors: dict[str, Json] = {}
-        self._settled: dict[str, Json | None] = {}
-        """On rank 0: the outcome of calls that failed before all ranks had arrived. None: all ranks have arrived."""
+        self._settled: dict[str, None] = {}
+        """On rank 0: calls at which all ranks have arrived, or that have failed."""
+        self._early_errors: dict[str, Json] = {}
+        """Outcomes of failed calls that this rank has not made yet, until it makes them."""
         self._gathers: tuple[str, list[Json]] = "", []
         """The last call before which ranks gather tensors, and what they have told about it."""
         self._streams: dict[str, queue.SimpleQueue[Json]] = {}
@@ -63,24 +66,22 @@ class PendingCalls:
 
     def _require_open(self, call_id: str) -> None:
         """Raise the error with which the call has ended already, or `failure`. A rank may have shut down after both."""
-        if (outcome := self._settled.get(call_id)) is not None:
+        if (outcome := self._early_errors.pop(call_id, None)) is not None:
             raise from_wire(outcome["error"])
         if self.failure is not None:
             raise copy.copy(self.failure)
 
-    def add_arrival(self, call_id: str, rank: int, arrival: Json) -> Json | None:
-        """Record that another rank has arrived. Returns the call's outcome if the call has failed already."""
+    def add_arrival(self, call_id: str, rank: int, arrival: Json) -> None:
+        """Record that another rank has arrived. The outcome of a call that has failed already is on its way to it."""
         with self._lock:
-            outcome = self._settled.get(call_id)
-            if outcome is None:
+            if call_id not in self._settled:
                 self._add(call_id, rank, arrival)
-            return outcome
 
     def _add(self, call_id: str, rank: int, arrival: Json) -> Arrivals:
         arrivals = self._arrivals.setdefault(call_id, Arrivals())
         arrivals.by_rank[rank] = arrival
         if len(arrivals.by_rank) == self._num_ranks:
-            self._settle(call_id, None)
+            self._settle(call_id)
             with contextlib.suppress(InvalidStateError):  # rank 0 does not wait any more
                 arrivals.complete.set_result(None)
         return arrivals
@@ -116,8 +117,10 @@ class PendingCalls:
         with self._lock:
             if call_id in self._settled:
                 return False
-            self._settle(call_id, outcome)
+            self._settle(call_id)
             arrivals = self._arrivals.pop(call_id, None)
+            if isinstance(error, VerlServerError) and (arrivals is None or 0 not in arrivals.by_rank):
+                self._early_errors[call_id] = outcome
         if arrivals is not None:
             with contextlib.suppress(InvalidStateError):  # rank 0 does not wait any more
                 arrivals.complete.set_exception(error)
@@ -128,9 +131,9 @@ class PendingCalls:
         with self._lock:
             return self._call_counts[operation_of(call_id)] >= call_number(call_id)
 
-    def _settle(self, call_id: str, outcome: Json | None) -> None:
-        self._settled[call_id] = outcome
-        if len(self._settled) > MAX_REMEMBERED_OUTCOMES:
+    def _settle(self, call_id: str) -> None:
+        self._settled[call_id] = None
+        if len(self._settled) > MAX_REMEMBERED_CALLS:
             self._settled.pop(next(iter(self._settled)))
 
     # -- all ranks ----------------------------------------------------------------------------------
@@ -141,7 +144,7 @@ class PendingCalls:
             if call_id in self._first_errors:
                 return False
             self._first_errors[call_id] = error
-            if len(self._first_errors) > MAX_REMEMBERED_OUTCOMES:
+            if len(self._first_errors) > MAX_REMEMBERED_CALLS:
                 self._first_errors.pop(next(iter(self._first_errors)))
             return True
 
@@ -181,7 +184,7 @@ class PendingCalls:
         with self._lock:
             future = self._outcomes.pop(call_id, None)
             if future is None and "error" in outcome:  # this rank has not arrived yet
-                self._settle(call_id, outcome)
+                self._early_errors[call_id] = outcome
         if future is not None:
             with contextlib.suppress(InvalidStateError):  # the event loop may cancel the call at any time
                 future.set_result(outcome)

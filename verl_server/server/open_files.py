@@ -1,9 +1,12 @@
-"""The limit of open files of this process. Each request in flight has a connection, which is an open file."""
+"""The limits of open files and of threads. Each request in flight has a connection, which is an open file."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
+import threading
+
+from verl_server.errors import UnsupportedError
 
 WANTED_OPEN_FILES = 65536
 """Number of open files that suffices for any client or router. SGLang raises the limit of its servers to the same
@@ -23,3 +26,15 @@ def open_file_limit() -> int:
     """Maximum number of open files of this process, at most WANTED_OPEN_FILES."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WANTED_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, WANTED_OPEN_FILES)
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Raises UnsupportedError where the limit of processes and threads is reached."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        raise UnsupportedError(
+            f"{error}: this user (ulimit -u: {limit}) or container has reached its limit of processes and threads, or "
+            "its memory is used up. Raise ulimit -u, and in a container its limit (docker run --pids-limit)"
+        ) from error

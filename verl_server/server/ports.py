@@ -98,16 +98,6 @@ def notice_lost_machine(connection: socket.socket, timeout_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * timeout_s))
 
 
-def is_own_address(address: str) -> bool:
-    """Whether a numeric address belongs to this machine."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
 def open_socket(address: tuple[Any, ...]) -> socket.socket:
     """A socket for an entry of `socket.getaddrinfo`, for example as the `socket_factory` of aiohttp's TCPConnector.
 

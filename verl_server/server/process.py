@@ -25,6 +25,7 @@ from verl_server.server.engine_profile import EngineProfile
 from verl_server.server.environment import no_proxy_environment, server_environment
 from verl_server.server.exit_status import ExitNotifier, ExitStatus
 from verl_server.server.interpreter.server_python import ServerPython
+from verl_server.server.open_files import start_thread
 from verl_server.server.pipe import write_all
 from verl_server.server.server_folder import LOG_NAME, WORKING_FOLDER, make_server_folder
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, EXIT_OTHER_VERSION, OTHER_VERSION, make_payload
@@ -104,7 +105,7 @@ class ServerProcess(ExitNotifier):
         }
         self._warden = self._start_warden(warden_factory)
         self._send_spec(spec, start_timeout_s)
-        threading.Thread(target=self._listen, name="verl-server-warden", daemon=True).start()
+        start_thread(threading.Thread(target=self._listen, name="verl-server-warden", daemon=True))
 
     def _start_warden(self, warden_factory: WardenFactory) -> WardenProcess:
         """Start the warden. When that fails, remove the server's folder."""

@@ -84,15 +84,18 @@ def serve(server_args: dict[str, Any]) -> None:
 
 
 def _add_middlewares(server_args: Mapping[str, Any]) -> None:
-    """Name this process in each reply, and keep the secrets of the arguments out of it.
+    """Name this process in each reply, keep the secrets of the arguments out of it, and end generations with clients.
 
     SGLang checks the keys of requests before the filter.
     """
     from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-    from verl_server.platforms.request_gate import SECRETS, KeyFilter
+    from verl_server.platforms.request_gate import SECRETS, EndsWithClient, KeyFilter
     from verl_server.server.process_header import ProcessHeader
 
+    if hasattr(TokenizerManager, "_release_req_states_on_failure"):
+        app.add_middleware(EndsWithClient)
     app.add_middleware(ProcessHeader)
     app.add_middleware(KeyFilter, secrets=[server_args[name] for name in SECRETS if server_args.get(name)])
 

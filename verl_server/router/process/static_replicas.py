@@ -76,6 +76,8 @@ class ProbedServers:
         """Time of the last probe of each server that has admitted it, or has raised AwaitedError."""
         self._odd_infos: dict[str, str] = {}
         """Why the `/server_info` of a server cannot be used, by name. It is logged once."""
+        self._addresses: dict[str, str] = {}
+        """For each server process, by its id: the name of the server that receives its requests."""
         self.infos: dict[str, Json] = {}
         """SGLang's `/server_info` of the servers that have answered it, by name."""
         self.problems: dict[str, str] = {}
@@ -144,6 +146,7 @@ class ProbedServers:
             info = await self._ask(name)
             self._answered_at[name] = time.monotonic()
             _require_no_preferred_params(info)
+            self._require_other_process(name)
             version = parse_weight_version(info.get("weight_version"))
             if self._weights is not None:
                 self._weights.note_version(pool, name, version)
@@ -177,6 +180,18 @@ class ProbedServers:
             return
         if name not in self.infos:
             await self._ask_info(name)
+
+    def _require_other_process(self, name: str) -> None:
+        """Raise BadInputError if requests go already to the server of this address, at another address."""
+        if (process := self._adapters[name].connection.http.process) is None:
+            return
+        first = self._addresses.setdefault(process, name)
+        adapter = self._adapters.get(first)
+        if adapter is None or first in self.problems or adapter.connection.http.process != process:
+            self._addresses[process] = name
+        elif first != name:
+            url = self._adapters[name].base_url
+            raise BadInputError(f"one server answers at {adapter.base_url} and at {url}: list it once")
 
     def _note_restart(self, name: str) -> bool:
         """Another process answers at the address of a server: the next probe finds out what it serves."""

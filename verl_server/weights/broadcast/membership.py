@@ -61,8 +61,9 @@ class Membership(ABC):
         self.group_name: str = message["group_name"]
         self.receiver: int = message["first_receiver"] + tp_rank
         """Number of this receiver among the TP ranks of all servers."""
-        self.trainer_host, port = message["store_address"]
-        self.store = connect_to_store(self.trainer_host, port)
+        self._address: tuple[str, int] = message["store_address"]
+        self.trainer_host = self._address[0]
+        self.store = connect_to_store(*self._address)
         self._table_key = ""
         self._table = b""
 
@@ -72,14 +73,15 @@ class Membership(ABC):
         return wait_for_receivers(self.store, self.group_name, num_receivers, is_wanted=lambda: not self.is_cancelled())
 
     def form(self, form_group: Callable[[Any], Any]) -> Any:
-        """The process group that `form_group(store)` forms. Raises ConnectionError if the trainer has vanished."""
+        """The process group that `form_group(store)` forms. Raises ConnectionError if the trainer does not form it."""
         device = accelerator()
 
         def form(store: Any) -> Any:  # in the thread of the store
             with as_current(device):
                 return form_group(store)
 
-        return self.store.call(form, FORMING_TIMEOUT_S + ANSWER_TIMEOUT_S)
+        forming = connect_to_store(*self._address)  # a connection that waits for a key answers nothing else
+        return forming.call(form, FORMING_TIMEOUT_S + ANSWER_TIMEOUT_S, self.is_cancelled)
 
     def is_cancelled(self) -> bool:
         """Whether the trainer has abandoned the group."""

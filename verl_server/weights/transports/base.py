@@ -111,6 +111,10 @@ class Sender(ABC):
         """Send the tensors while the servers load. Stops when `is_loading()` becomes false. Raises VerlServerError."""
         return
 
+    def abandon(self, error: BaseException) -> None:
+        """Let no receiver wait any longer: `error` has ended the attempt. Also called when `deliver` was not."""
+        return
+
     def reports(self, attempt: UpdateAttempt) -> dict[str, ReceivedReport | None]:
         """The report of each TP rank by its label, when the servers have answered. None for a missing report."""
         return {rank.label: self.read_report(attempt, rank.receiver) for rank in self.receiving_ranks(attempt)}

@@ -67,7 +67,7 @@ class Sender(distributed.Sender):
     def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
         """Take the tensors over into the base."""
         super().finish(attempt, succeeded)
-        self._base_update_id = attempt.id if succeeded else ""
+        self._base_update_id = ""  # an interrupt leaves parts of two updates in the base
         if not succeeded:
             return
         if self._base is None:
@@ -78,7 +78,7 @@ class Sender(distributed.Sender):
         else:
             for old, new, _ in self._memory_pairs(self._base, attempt):
                 old[:] = new
-        self._patch = None
+        self._patch, self._base_update_id = None, attempt.id
 
     def close(self) -> None:
         super().close()

@@ -13,6 +13,7 @@ import bisect
 import json
 import threading
 import time
+import traceback
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -103,12 +104,13 @@ class Sender(base.Sender):
                 placement = wait_for_receivers(self.store, self.group_name, attempt.num_receivers, is_loading)
                 self.group = self.connect_group(placement)
             self.send(attempt, is_loading)
-        except BaseException as error:  # also KeyboardInterrupt
-            self.leave_group()  # so that no receiver waits any longer
-            self.store.set(cancel_key(self.group_name), "")
-            if isinstance(error, RuntimeError):
-                raise VerlServerError(f"the broadcast of the weights failed: {error}") from error
-            raise
+        except RuntimeError as error:
+            raise VerlServerError(f"the broadcast of the weights failed: {error}") from error
+
+    def abandon(self, error: BaseException) -> None:
+        self.leave_group()
+        traceback.clear_frames(error.__traceback__)  # those of a broadcast keep the connections of the group
+        self.store.set(cancel_key(self.group_name), "")
 
     def connect_group(self, placement: ReceiverPlacement) -> Any:
         """Form the process group of the trainer and its receivers. Raises RuntimeError or VerlServerError."""

@@ -250,8 +250,7 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
                 require_opened(sender.name, [(rank, sender.read_report(opening, rank.receiver)) for rank in ranks])
                 sender.opened_members = attempt.members
             update.load_started.set()
-            with load_in_background(servers, messages, validated) as loading:
-                sender.deliver(attempt, is_loading=lambda: not loading.done())
+            load_and_deliver(update, attempt, messages)
         verify_reports(
             sender.reports(attempt),
             attempt,
@@ -280,24 +279,27 @@ def open_session(servers: UpdatableServers) -> Iterator[None]:
     servers.end_weight_update()  # a session that an interrupt leaves open here is closed by the next `begin`
 
 
-@contextmanager
-def load_in_background(
-    servers: UpdatableServers, messages: Sequence[Json], validated: ValidatedUpdate
-) -> Iterator[Future[None]]:
-    """Make the servers load during the body, and wait for them.
+def load_and_deliver(update: StagedUpdate, attempt: UpdateAttempt, messages: Sequence[Json]) -> None:
+    """Make the servers load while the transport delivers, and wait for both.
 
-    Yields a future that is done when the servers have stopped loading. The servers' error is raised rather than that of
-    the body, because it says more than an error of the transport that follows from it. A KeyboardInterrupt of the body
-    is raised unchanged.
+    The servers' error is raised rather than that of the transport, because it says more than an error that follows from
+    it. An interrupt such as KeyboardInterrupt is raised unchanged. Whenever it comes, the servers learn of it before
+    anything waits for them.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="verl-server-load") as pool:
-        loading = pool.submit(servers.load, messages, validated.weight_version, validated.flush_cache)
-        try:
-            yield loading
-        except Exception:
-            loading.result()
-            raise
+    servers, validated = update.servers, update.validated
+    loading: Future[None] | None = None
+    pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-load")
+    try:
+        loading = started = pool.submit(servers.load, messages, validated.weight_version, validated.flush_cache)
+        update.sender.deliver(attempt, is_loading=lambda: not started.done())
         loading.result()
+    except BaseException as error:
+        update.sender.abandon(error)
+        if loading is not None and isinstance(error, Exception):
+            loading.result()
+        raise
+    finally:
+        pool.shutdown()
 
 
 def _result_of(update: StagedUpdate, load_s: float) -> Json:
