@@ -38,7 +38,6 @@ from verl_server import (
 )
 from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.memory_tags import tags_to_release
-from verl_server.adapter.sglang.early_argument_check import PLACES, SGLANG_NAMES
 from verl_server.adapter.sglang.payloads import update_from_disk_payload
 from verl_server.adapter.sglang.request_fields import (
     REQUEST_FIELDS,
@@ -48,7 +47,7 @@ from verl_server.adapter.sglang.request_fields import (
     unlisted_fields,
 )
 from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
-from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, validate_server_args
+from verl_server.adapter.sglang.server_arguments import PLACES, SGLANG_NAMES, WEIGHT_LOADER, validate_server_args
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import TRANSPORTS
 from verl_server.engine.servers import connect_servers

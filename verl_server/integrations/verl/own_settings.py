@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.engine import with_common_names
-from verl_server.adapter.sglang.early_argument_check import PLACES, SGLANG_NAMES
+from verl_server.adapter.sglang.server_arguments import PLACES, SGLANG_NAMES
 from verl_server.config import AdapterConfig, EngineKind, Timeouts, WeightsConfig
 from verl_server.errors import BadInputError
 from verl_server.types import Json
