@@ -14,26 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agent_helpers import ScriptedGenerateFn, add, call_text
+from agent_helpers import ScriptedGenerateFn, call_text
 from helpers import QWEN
 from typer.testing import CliRunner
 
-from verl_server import AdapterConfig, BadInputError, RemoteServer, RouterConfig, Timeouts, WeightsConfig
+from verl_server import BadInputError
 from verl_server.agent import (
     AgentLoop,
     Environment,
     Episode,
     FunctionTool,
-    LocalSandbox,
     RolloutLimits,
     RolloutRunner,
     Sample,
     SampleGroup,
-    SandboxLimits,
     SingleTurnLoop,
     Task,
     Tool,
-    ToolAgentLoop,
     ToolCall,
     ToolRegistry,
     ToolResult,
@@ -95,37 +92,16 @@ def unchecked(function: Any) -> Any:
         (lambda make: make(reward_funcs=[len]), r"no argument 'reward_funcs'; pass reward, one function"),
         (lambda make: make(rewrd=len), r"no argument 'rewrd'; did you mean 'reward'\?"),
         (lambda make: make(max_turns=3), r"pass limits=RolloutLimits"),
-        (lambda make: make(zzz=1), r"'zzz'; its arguments are agent, engine, renderer"),
-        (
-            lambda make: unchecked(RolloutRunner)([add]),
-            r"RolloutRunner: missing .*'engine'; write RolloutRunner\(agent",
-        ),
         (
             lambda make: make().steps([make_task()], num_steps=5),
             r"steps has no argument 'num_steps'; the run ends with",
         ),
-        (lambda make: make().steps([make_task()]), r"steps: missing .*'num_groups'; write runner.steps\(tasks, num_g"),
         (lambda make: make().run([make_task()], n=8), r"RolloutRunner.run has no argument 'n'; the number of samples"),
         (lambda make: unchecked(RolloutLimits)(max_tokens=9), r"no argument 'max_tokens'; pass max_response_tokens"),
         (lambda make: unchecked(RolloutLimits)(max_response_length=9), "pass max_response_tokens"),
         (lambda make: unchecked(RolloutLimits)(max_turn=9), r"did you mean 'max_turns'\?"),
         (lambda make: unchecked(Task)("t", prompt=[]), r"Task has no argument 'prompt'; pass messages="),
         (lambda make: unchecked(Task)("t", [], answer=3), r"no argument 'answer'; pass data="),
-        (lambda make: unchecked(Task)("t"), r"Task: missing .*'messages'; write Task\(\"sum-0\""),
-        (lambda make: unchecked(tool)(timeout=3), r"tool has no argument 'timeout'; pass timeout_s"),
-        (lambda make: unchecked(reward)(timeout=3), r"reward has no argument 'timeout'; pass timeout_s"),
-        (lambda make: unchecked(FunctionTool)(add, timeout=3), r"did you mean 'timeout_s'\?"),
-        (
-            lambda make: unchecked(ToolAgentLoop)(tool=[add]),
-            r"ToolAgentLoop has no argument 'tool'; did you mean 'tools'",
-        ),
-        (lambda make: unchecked(SandboxLimits)(memory=3), r"no argument 'memory'; did you mean 'memory_bytes'\?"),
-        (lambda make: unchecked(LocalSandbox)(limit=3), r"no argument 'limit'; did you mean 'limits'\?"),
-        (lambda make: unchecked(Timeouts)(start=3), r"Timeouts has no argument 'start'"),
-        (lambda make: unchecked(RouterConfig)(max_queued=3), r"did you mean 'max_queued_requests'\?"),
-        (lambda make: unchecked(WeightsConfig)(transprt="disk"), r"did you mean 'transport'\?"),
-        (lambda make: unchecked(AdapterConfig)(zzz=3), r"AdapterConfig has no argument 'zzz'; its arguments are"),
-        (lambda make: unchecked(RemoteServer)(), r"RemoteServer: missing a required argument: 'base_url'"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_the_right_name(make: Any, call: Any, expected: str) -> None:
@@ -138,19 +114,10 @@ def test_names_of_other_libraries_are_none_of_ours() -> None:
     ours = {"RolloutRunner": RolloutRunner.__init__, "RolloutLimits": RolloutLimits, "Task": Task}
     ours |= {"RolloutRunner.steps": RolloutRunner.steps, "RolloutRunner.run": RolloutRunner.run}
     for name, others in NAMES_OF_OTHER_LIBRARIES.items():
-        function = ours.get(name) or {"tool": tool, "reward": reward}[name]
+        function = ours[name]
         for other in others:
             with pytest.raises(BadInputError, match=f"has no argument '{other}'; "):
                 unchecked(function)(**{other: 1})
-
-
-def test_a_type_error_in_the_body_is_not_taken_for_wrong_arguments() -> None:
-    class Strange(list[Any]):
-        def __iter__(self) -> Any:
-            raise TypeError("no iteration")
-
-    with pytest.raises(TypeError, match="no iteration"):
-        ToolAgentLoop(Strange())
 
 
 # -- methods of environments and agent loops -----------------------------------------------------------
@@ -247,22 +214,12 @@ class ForgetsSuper(Environment):
         self.task = task
 
 
-class PassesNoTask(Environment):
-    def __init__(self, task: Task) -> None:
-        unchecked(super().__init__)()
-
-
 def test_the_constructor_of_an_environment_takes_a_task(make: Any) -> None:
     for kind in (NeedsMore, TakesNothing):
         with pytest.raises(BadInputError, match=rf"{kind.__name__}.__init__ .*; write `def __init__\(self, task\)`"):
             make(kind)
     (group,) = collect(make(ForgetsSuper))
     assert "has no tools; call super().__init__(task) in ForgetsSuper.__init__" in str(group.samples[0].error)
-    (group,) = collect(make(PassesNoTask))
-    assert "In a constructor of your own, write `super().__init__(task)`" in str(group.samples[0].error)
-    plain = unchecked(define())
-    with pytest.raises(BadInputError, match=r"so pass it the class E, not E\(...\)"):
-        plain()
 
 
 # -- functions -------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from verl_server.agent.tools.registry import ToolRegistry
 from verl_server.agent.tools.tool import Tool, ToolCall, ToolResult
 from verl_server.agent.user_code import await_to_its_end, create_user_task
 from verl_server.agent.user_failures import as_failure
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.types import Json
 from verl_server.validation import (
@@ -49,7 +48,6 @@ class AgentLoop(ABC):
     of its own calls `super().__init__(tools)`.
     """
 
-    @explain_arguments
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
         self.tools = ToolRegistry(tools)
 

@@ -22,7 +22,6 @@ from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.samples import Task
 from verl_server.agent.user_code import call_within, wait_despite_cancellation
 from verl_server.agent.user_failures import as_exception
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
@@ -64,7 +63,6 @@ class Environment(AgentLoop):
             require_coroutine_method(cls, name, f"async def {name}(self)")
             require_parameters_of_base(cls, Environment, name)
 
-    @explain_arguments
     def __init__(self, task: Task) -> None:
         super().__init__(tools_of(self))
         self.task = task

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, overload
 
 from verl_server.agent.samples import Sample
 from verl_server.agent.user_code import call_user_function, call_within
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.validation import is_finite_number, require_seconds
 
@@ -47,7 +46,6 @@ def reward(function: Function) -> Function: ...
 def reward(*, weight: float = 1.0, timeout_s: float = DEFAULT_TIMEOUT_S) -> Callable[[Function], Function]: ...
 
 
-@explain_arguments
 def reward(
     function: Callable[..., Any] | None = None, *, weight: float = 1.0, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Any:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
 from verl_server.agent.loop_slots import LoopSlots
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.validation import require_seconds, require_whole_number
 
@@ -57,7 +56,6 @@ def tool(
 ) -> Callable[[Function], Function]: ...
 
 
-@explain_arguments
 def tool(
     function: Callable[..., Any] | None = None,
     *,
