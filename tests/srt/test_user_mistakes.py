@@ -135,22 +135,11 @@ async def _nothing(self: Any) -> None: ...
 async def _state(self: Any, state: Any) -> None: ...
 async def _verl_run(self: Any, sampling_params: Any, **kwargs: Any) -> None: ...
 def _no_self(a: int) -> int: ...  # type: ignore[empty-body]
-def _untyped_no_self(a) -> int: ...  # type: ignore[no-untyped-def, empty-body]
-def _no_parameters() -> int: ...  # type: ignore[empty-body]
-def _only_self(self: Any) -> float: ...  # type: ignore[empty-body]
-def _verifiers_reward(self: Any, completion: Any, answer: Any) -> float: ...  # type: ignore[empty-body]
-def _trl_reward(self: Any, completions: Any, **kwargs: Any) -> float: ...  # type: ignore[empty-body]
 
 
 @pytest.mark.parametrize(
     ("make_class", "expected"),
     [
-        (lambda: define(act=tool(_no_self)), r"tool E.act has the first parameter 'a', but .* `def act\(self, ...\)`"),
-        (lambda: define(act=tool(_untyped_no_self)), r"the first parameter 'a', but a method needs `self`"),
-        (lambda: define(act=tool(_no_parameters)), r"tool E.act has no parameter, but a method needs `self`"),
-        (lambda: define(ok=reward(_only_self)), r"the reward E.ok has the wrong .*; write `def ok\(self, sample\)`"),
-        (lambda: define(ok=reward(_verifiers_reward)), r"the reward E.ok has the wrong parameters .*completion"),
-        (lambda: define(ok=reward(_trl_reward)), r"the reward E.ok has the wrong parameters .*'completions'"),
         (lambda: define(setup=_state), r"E.setup has the wrong .*'state'; write `async def setup\(self\)`"),
         (lambda: define(teardown=_state), r"E.teardown has the wrong .*; write `async def teardown\(self\)`"),
         (lambda: define(run=_nothing), r"E.run has the wrong .*; write `async def run\(self, episode\)`"),
@@ -160,9 +149,6 @@ def _trl_reward(self: Any, completions: Any, **kwargs: Any) -> float: ...  # typ
         ),
         (lambda: define(Tool, run=_nothing), r"E.run has the wrong .*; write `async def run\(self, arguments\)`"),
         (lambda: define(ok=tool(reward(lambda self: 1.0))), r"E.ok has the decorators @tool and @reward"),
-        (lambda: define(setup_timeout=1), r"E.setup_timeout has no effect; did you mean 'setup_timeout_s'\?"),
-        (lambda: define(teardown_timeout=1.5), r"did you mean 'teardown_timeout_s'\?"),
-        (lambda: define(setup_attempt=1), r"did you mean 'setup_attempts'\?"),
     ],
 )
 def test_a_wrong_method_is_refused_at_its_class(make_class: Make, expected: str) -> None:
@@ -187,16 +173,6 @@ def test_right_methods_of_other_forms_are_accepted() -> None:
     for run in (decorator(renamed), renamed, with_default):
         define(run=run)
     define(ok=reward(with_kwargs), max_attempts=3, timeout_s=2.0, name="x")
-
-
-def test_a_limit_as_an_attribute_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    async def run(self: Any, episode: Episode) -> None: ...
-
-    define(max_turns=3, run=run)
-    assert not caplog.records
-    define(max_turns=3)
-    assert "E.max_turns has no effect unless" in caplog.text
-    assert "RolloutRunner(limits=RolloutLimits(max_turns=3))" in caplog.text
 
 
 class NeedsMore(Environment):
