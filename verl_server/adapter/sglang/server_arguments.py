@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_server.adapter.lora_config import check_lora_paths
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
-from verl_server.config import AdapterConfig, MemoryTag, RecoveryConfig, RouterConfig, Timeouts, WeightsConfig
+from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
@@ -55,45 +54,6 @@ GPU_PLACEMENT = {"base_gpu_id": (None, 0), "gpu_id_step": (None, 1)}
 FIRST_WEIGHT_VERSION = "0"
 #: Arguments for which SGLang's parser reads a number with a unit, for example 32k.
 NUMBERS_WITH_UNIT = ("context_length", "max_total_tokens", "max_prefill_tokens")
-#: SGLang's names of arguments that its command line, vLLM or transformers call otherwise.
-SGLANG_NAMES = {
-    "tp": "tp_size", "pp": "pp_size", "dp": "dp_size", "ep": "ep_size", "tensor_parallel_size": "tp_size",
-    "pipeline_parallel_size": "pp_size", "data_parallel_size": "dp_size", "model": "model_path",
-    "model_name_or_path": "model_path", "tokenizer": "tokenizer_path", "gpu_memory_utilization": "mem_fraction_static",
-    "max_model_len": "context_length", "max_num_seqs": "max_running_requests", "torch_dtype": "dtype",
-    "seed": "random_seed",
-}  # fmt: skip
-#: Where the settings classes are passed.
-_SETTINGS = {
-    AdapterConfig: "config=AdapterConfig({name}=...) of an adapter or a RolloutManager",
-    Timeouts: "timeouts=Timeouts({name}=...) of a VerlEngine, or config=AdapterConfig(timeouts=...) of an adapter or a "
-    "RolloutManager",
-    WeightsConfig: "weights=WeightsConfig({name}=...) of a VerlEngine",
-    RecoveryConfig: "recovery=RecoveryConfig({name}=...) of a RolloutManager",
-    RouterConfig: "router=RouterConfig({name}=...) of a RolloutManager",
-}
-#: Arguments of one constructor of this library that another constructor does not have.
-_ARGUMENTS = {
-    "weights": "weights=WeightsConfig(...) of a VerlEngine", "fleet": "fleet=RolloutManager(...) of a VerlEngine",
-    "servers": "servers=[RemoteServer(...)] of a VerlEngine", "launch_server": "launch_server=... of a VerlEngine",
-    "config": "config=AdapterConfig(...) of an adapter or a RolloutManager, or as timeouts=... and log_dir=... of a "
-    "VerlEngine",
-    "env": "env={...} of a VerlEngine, a RolloutManager or an adapter",
-    "mode": "mode=RolloutMode... of a RolloutManager",
-    "replicas": "replicas=... of a RolloutManager", "launcher": "launcher=... of a RolloutManager",
-    "recovery": "recovery=RecoveryConfig(...) of a RolloutManager",
-    "router": "router=RouterConfig(...) of a RolloutManager",
-    "router_process": "router_process=True of a RolloutManager",
-}  # fmt: skip
-#: Names that SGLang's `ServerArgs` has too.
-_SHARED_NAMES = frozenset({"host", "max_queued_requests"})
-#: Where each misplaced argument belongs.
-PLACES = {
-    item.name: place.format(name=item.name)
-    for settings, place in _SETTINGS.items()
-    for item in fields(settings)
-    if item.name not in _SHARED_NAMES
-} | _ARGUMENTS
 
 
 def complete_server_args(server_args: Mapping[str, Any]) -> Json:
@@ -161,11 +121,10 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """Return a copy of `server_args` that can travel to the server process as JSON.
 
     Paths, numbers of numpy and torch dtypes are converted, and paths are made absolute (`with_absolute_paths`). Raises
-    BadInputError for another value that is not plain JSON, an argument that is not meant for SGLang, a model path that
-    does not exist, a short key, a number that no server can have, and a LoRA adapter on this machine that SGLang would
-    serve wrongly. Raises UnsupportedError for a server that cannot generate by itself (`require_generating_server`).
+    BadInputError for another value that is not plain JSON, a model path that does not exist, a short key, a
+    number that no server can have, and a LoRA adapter on this machine that SGLang would serve wrongly. Raises
+    UnsupportedError for a server that cannot generate by itself (`require_generating_server`).
     """
-    refuse_misplaced_arguments(server_args)
     args = with_absolute_paths(to_plain(server_args))
     require_generating_server(args)
     args["model_path"] = _validate_model_path(args.get("model_path"))
@@ -183,17 +142,6 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     _validate_numbers(args)
     check_lora_paths(args.get("lora_paths"))
     return args
-
-
-def refuse_misplaced_arguments(names: Iterable[str]) -> None:
-    """Raise BadInputError for a name that is no server argument, with the name or the place that was meant."""
-    for name in names:
-        if name in SGLANG_NAMES:
-            raise BadInputError(
-                f"there is no server argument {name!r}; did you mean {SGLANG_NAMES[name]!r}?", argument=name
-            )
-        if name in PLACES:
-            raise BadInputError(f"{name!r} is no argument of the server: pass it as {PLACES[name]}", argument=name)
 
 
 def with_absolute_paths(server_args: Mapping[str, Any]) -> Json:
