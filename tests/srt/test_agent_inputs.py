@@ -27,7 +27,6 @@ from verl_server.agent import (
     SampleGroup,
     SingleTurnLoop,
     Task,
-    Tool,
     ToolAgentLoop,
     ToolCall,
     as_generate_fn,
@@ -294,20 +293,6 @@ def test_group_filter_may_be_a_coroutine_function(renderer: ChatRenderer, is_kep
         return [group async for group in runner.run(make_tasks(2))]
 
     assert len(asyncio.run(run())) == 2 * is_kept
-
-
-def test_classes_with_a_run_that_is_no_coroutine_function_are_refused() -> None:
-    with pytest.raises(BadInputError, match=r"SyncLoop.run must be a coroutine function; write `async def run"):
-
-        class SyncLoop(AgentLoop):
-            def run(self, episode: Episode) -> None:  # type: ignore[override]
-                return
-
-    with pytest.raises(BadInputError, match=r"SyncTool.run must be a coroutine function; write `async def run"):
-
-        class SyncTool(Tool):
-            def run(self, arguments: Any) -> str:  # type: ignore[override]
-                return "x"
 
 
 def call_through(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,8 +26,6 @@ from verl_server.validation import (
     did_you_mean,
     find_coroutine_error,
     is_bool,
-    require_coroutine_method,
-    require_parameters_of_base,
 )
 
 AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
@@ -50,11 +48,6 @@ class AgentLoop(ABC):
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
         self.tools = ToolRegistry(tools)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        require_coroutine_method(cls, "run", RUN_EXAMPLE)
-        require_parameters_of_base(cls, AgentLoop, "run")
 
     @property
     def identity(self) -> Json:

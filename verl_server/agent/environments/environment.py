@@ -27,8 +27,6 @@ from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
 from verl_server.validation import (
     is_list,
-    require_coroutine_method,
-    require_parameters_of_base,
     require_seconds,
     require_whole_number,
 )
@@ -61,9 +59,6 @@ class Environment(AgentLoop):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _refuse_mistaken_methods(cls)
-        for name in ("setup", "teardown"):
-            require_coroutine_method(cls, name, f"async def {name}(self)")
-            require_parameters_of_base(cls, Environment, name)
 
     def __init__(self, task: Task) -> None:
         super().__init__(tools_of(self))
@@ -188,7 +183,6 @@ def as_agent(agent: object) -> Agent:
         raise BadInputError(f"each sample has an environment of its own, so pass the class {name}, not {name}(...)")
     if not (isinstance(agent, type) and issubclass(agent, Environment)):
         return Agent(None, ToolAgentLoop(agent) if is_list(agent) else as_agent_loop(agent))
-    require_parameters_of_base(agent, Environment, "__init__")
     require_seconds(f"{agent.__name__}.setup_timeout_s", agent.setup_timeout_s)
     require_seconds(f"{agent.__name__}.teardown_timeout_s", agent.teardown_timeout_s)
     require_whole_number(f"{agent.__name__}.setup_attempts", agent.setup_attempts)

@@ -28,8 +28,6 @@ from verl_server.trajectory.rendering.messages import copy_json
 from verl_server.types import Json
 from verl_server.validation import (
     find_coroutine_error,
-    require_coroutine_method,
-    require_parameters_of_base,
     require_seconds,
 )
 
@@ -95,8 +93,6 @@ class Tool(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        require_coroutine_method(cls, "run", RUN_EXAMPLE)
-        require_parameters_of_base(cls, Tool, "run")
         cls.source_file = _source_file(cls.run)
 
     source_file: str | None = None
