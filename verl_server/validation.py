@@ -125,18 +125,10 @@ def require_key(name: str, key: object, min_chars: int = 1) -> str:
     raise BadInputError(f"{name} must be a string of {characters} without spaces and without the end of a line")
 
 
-def require_callable(name: str, value: object, hint: str, *args: object, **kwargs: object) -> None:
-    """Raise BadInputError unless `value` can be called with these arguments. `hint` says what to pass."""
+def require_callable(name: str, value: object, hint: str) -> None:
+    """Raise BadInputError unless `value` can be called. `hint` says what to pass."""
     if not callable(value):
         raise BadInputError(f"{name} must be a function, got {type(value).__name__}; {hint}")
-    try:
-        signature = inspect.signature(value)
-    except (TypeError, ValueError):  # a function of a C extension may have no signature
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {hint}") from None
 
 
 def find_coroutine_error(cls: type, name: str, result: object, example: str) -> BadInputError | None:

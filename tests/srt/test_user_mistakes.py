@@ -21,11 +21,8 @@ from typer.testing import CliRunner
 from verl_server import BadInputError
 from verl_server.agent import (
     Environment,
-    Episode,
-    FunctionTool,
     RolloutLimits,
     RolloutRunner,
-    Sample,
     SampleGroup,
     SingleTurnLoop,
     Task,
@@ -224,17 +221,6 @@ def test_other_results_keep_their_texts() -> None:
     }
     for text, make_value in texts.items():
         assert call_returning(make_value).content == text
-
-
-@pytest.mark.parametrize("annotation", [Sample, Task | None, list[Episode]])
-def test_a_tool_gets_no_objects_of_the_runner(annotation: Any) -> None:
-    def act(text: str, state: Any) -> str:
-        """Act."""
-        return text
-
-    act.__annotations__["state"] = annotation
-    with pytest.raises(BadInputError, match=r"parameter 'state' has the type \w+ of verl_server, .*reads self.task"):
-        FunctionTool(act)
 
 
 @pytest.mark.parametrize(
