@@ -1,14 +1,11 @@
-"""Errors for calls with other arguments than those of a function: misspelled names, and names of other libraries.
-
-`verl_server/type_checks.py` checks the values of arguments. Imports the standard library only.
-"""
+"""Errors for arguments that other libraries have: what to write for the names of verl, TRL and verifiers."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
 
 from verl_server.errors import BadInputError
 from verl_server.validation import did_you_mean
@@ -85,34 +82,22 @@ NAMES_OF_OTHER_LIBRARIES: Mapping[str, Mapping[str, str]] = {
             "uid example_id task_id name": "pass id, a string that no other task has",
         }
     ),
-    "tool": {"timeout": _SECONDS},
-    "reward": {"timeout": _SECONDS},
 }
 """What to write for an argument of verl, TRL or verifiers, by our class or function. `docs/migration.md` has tables."""
-_ENVIRONMENT = "a runner makes the environments, so pass it the class CLASS, not CLASS(...)"
-_MISSING = {
-    "Environment": f"{_ENVIRONMENT}. In a constructor of your own, write `super().__init__(task)`",
-    "RolloutRunner": "write RolloutRunner(agent, engine, ...)",
-    "RolloutRunner.steps": "write runner.steps(tasks, num_groups)",
-    "Task": 'write Task("sum-0", [{"role": "user", "content": "What is 19 + 23?"}], {"answer": 42})',
-}
-"""What to write in a call without a needed argument, by class or function. CLASS stands for the called class."""
 
 
 def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: a call with an unknown argument, or without a needed one, raises BadInputError that says the cure.
-
-    Python's TypeError names what is wrong, but not what is right.
-    """
+    """Decorator: a call with an unknown argument raises BadInputError with the argument that was meant."""
+    owner, known = function.__qualname__.removesuffix(".__init__"), inspect.signature(function).parameters
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:
-            if (error := find_argument_error(function, args, kwargs)) is not None:
-                raise error from None
-            raise  # from the body of the function
+        for name in kwargs.keys() - known.keys():
+            cure = NAMES_OF_OTHER_LIBRARIES[owner].get(name)
+            raise BadInputError(
+                f"{owner} has no argument {name!r}{f'; {cure}' if cure else did_you_mean(name, known)}", argument=name
+            )
+        return function(*args, **kwargs)
 
     return call
 
@@ -121,29 +106,3 @@ def explain_constructor(cls: Class) -> Class:
     """Class decorator, for a dataclass: `explain_arguments` for its constructor."""
     cls.__init__ = explain_arguments(cls.__init__)  # type: ignore[misc]
     return cls
-
-
-def find_argument_error(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> BadInputError | None:
-    """The error of a call whose arguments are not those of the function. None if they are."""
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        reason = str(error)
-    else:
-        return None
-    owner = function.__qualname__.removesuffix(".__init__")
-    shown = type(args[0]).__name__ if args and owner != function.__qualname__ else owner
-    named = [item.name for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
-    known = [name for name in named if name != "self"]
-    accepts_any = len(named) < len(signature.parameters)
-    unknown = [name for name in kwargs if name not in known]
-    if accepts_any or not unknown:
-        cure = _MISSING.get(owner, f"its arguments are {', '.join(known)}").replace("CLASS", shown)
-        return BadInputError(f"{shown}: {reason}; {cure}", function=shown)
-    name = unknown[0]
-    cure = NAMES_OF_OTHER_LIBRARIES.get(owner, {}).get(name, "")
-    hint = f"; {cure}" if cure else did_you_mean(name, known) or f"; its arguments are {', '.join(known)}"
-    return BadInputError(f"{shown} has no argument {name!r}{hint}", argument=name)

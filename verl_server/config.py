@@ -10,11 +10,18 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from verl_server.argument_names import explain_constructor
+from pydantic import Field
+
 from verl_server.errors import BadInputError
 from verl_server.type_checks import check_fields
 from verl_server.validation import did_you_mean, require_http_url
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NotNegativeInt = Annotated[int, Field(ge=0)]
 
 #: Environment variable with the value of `AdapterConfig.engine_kind` where the setting is None.
 ENGINE = "VERL_SERVER_ENGINE"
@@ -29,26 +36,25 @@ _TRANSPORT_HINTS = {
 }
 
 
-@explain_constructor
 @dataclass(frozen=True)
 class Timeouts:
     """Deadlines of operations, in seconds. Only `generation_s` can be None."""
 
-    start_s: float = 600.0
+    start_s: Positive = 600.0
     """Seconds from the creation of a server process until the server is ready. Loading a large model from a cold disk
     takes minutes."""
-    connect_s: float = 5.0
+    connect_s: Positive = 5.0
     """Seconds to open one connection."""
-    control_s: float = 60.0
+    control_s: Positive = 60.0
     """Seconds for one control request: pause, continue, flush, abort, information, release and resume of memory."""
-    weights_s: float = 600.0
+    weights_s: Positive = 600.0
     """Seconds for one request of a weight update."""
-    generation_s: float | None = None
+    generation_s: Positive | None = None
     """Seconds for one generation request. None: no limit; the end of the server process still ends the request. A
     generation of 32k tokens takes many minutes."""
-    ranks_s: float = 300.0
+    ranks_s: Positive = 300.0
     """Seconds between the arrival of the first and of the last trainer rank at a collective call."""
-    stop_s: float = 10.0
+    stop_s: Positive = 10.0
     """Seconds from the request to stop a server until its last process must have ended."""
 
     def __post_init__(self) -> None:
@@ -113,7 +119,6 @@ class RolloutMode(enum.StrEnum):
     pushed weights; it can release its memory."""
 
 
-@explain_constructor
 @dataclass(frozen=True)
 class AdapterConfig:
     """Settings of the adapter of one server."""
@@ -122,14 +127,14 @@ class AdapterConfig:
     log_dir: Path | str | None = None
     """Folder of the server's log. None: a temporary folder, which a clean shutdown removes. The last 20 logs of crashed
     servers are kept there."""
-    max_start_attempts: int = 3
+    max_start_attempts: PositiveInt = 3
     """Maximum number of attempts to start the server, the first included, when other programs take its port."""
-    max_retries: int = 3
+    max_retries: NotNegativeInt = 3
     """Maximum number of retries of a request whose connection broke, the first attempt not included. Requests that are
     not safe to send twice are never retried."""
     router_ip: str | None = None
     """Host of an `sglang-router` that the server is registered with. Requires `router_port`."""
-    router_port: int | None = None
+    router_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of that `sglang-router`."""
     use_forkserver: bool = True
     """Whether servers may be forked by a forkserver that this process keeps, see `server/forkserver/`. The
@@ -144,7 +149,7 @@ class AdapterConfig:
     without it, the interpreter of the process that starts the server."""
 
     def __post_init__(self) -> None:
-        check_fields(self, may_be_zero=("max_retries",))
+        check_fields(self)
         object.__setattr__(self, "engine_kind", parse_engine_kind(self.engine_kind))
         if self.log_dir is not None:
             object.__setattr__(self, "log_dir", Path(os.path.expanduser(self.log_dir)))
@@ -156,11 +161,8 @@ class AdapterConfig:
             raise BadInputError(
                 f"router_ip must be a host name or an IP address without http://, got {self.router_ip!r}"
             )
-        if self.router_port is not None and self.router_port > 65535:
-            raise BadInputError(f"router_port must be a port from 1 to 65535, got {self.router_port}")
 
 
-@explain_constructor
 @dataclass(frozen=True)
 class RemoteServer:
     """Address and keys of a running server, which `verl-server launch` or another engine started."""
@@ -178,7 +180,6 @@ class RemoteServer:
         object.__setattr__(self, "base_url", require_http_url("RemoteServer.base_url", self.base_url))
 
 
-@explain_constructor
 @dataclass(frozen=True)
 class WeightsConfig:
     """How weights travel from the trainer to the servers."""
@@ -190,7 +191,7 @@ class WeightsConfig:
     """Folder that trainer and servers share. Only the transport `disk` uses it."""
     host: str | None = None
     """Address of the trainer's machine as the servers reach it, for broadcasts. None: determined automatically."""
-    max_staging_bytes: int | None = None
+    max_staging_bytes: PositiveInt | None = None
     """Maximum number of bytes of staging memory on this machine; on GPUs, of each rank. None: no limit. When one copy
     of the weights is larger, "auto" chooses `buckets`, which needs twice the largest tensor; other transports refuse
     to start."""
@@ -210,29 +211,28 @@ class WeightsConfig:
             )
 
 
-@explain_constructor
 @dataclass(frozen=True)
 class RecoveryConfig:
     """When a replica of a fleet counts as stalled, and how often its server is started again."""
 
-    stall_timeout_s: float = 120.0
+    stall_timeout_s: Positive = 120.0
     """Seconds without a new token and without a sign of life before a replica with running requests counts as
     stalled. Signs of life are answers of its schedulers and CPU time, see `docs/decisions/signs-of-life.md`."""
-    hard_stall_timeout_s: float = 1800.0
+    hard_stall_timeout_s: Positive = 1800.0
     """Seconds without a new token before a replica with running requests counts as stalled although it gives signs
     of life. At least `stall_timeout_s`."""
-    backoff_s: float = 1.0
+    backoff_s: NotNegative = 1.0
     """Seconds before the second restart in a row. The delay doubles with each further restart."""
-    max_backoff_s: float = 60.0
+    max_backoff_s: NotNegative = 60.0
     """Maximum number of seconds before a restart. At least `backoff_s`."""
-    max_restarts: int = 5
+    max_restarts: NotNegativeInt = 5
     """Maximum number of restarts within `restart_window_s` seconds. After one more failure the replica is not started
     again. 0: a replica is never started again."""
-    restart_window_s: float = 600.0
+    restart_window_s: Positive = 600.0
     """Seconds after which a failure is no longer counted."""
 
     def __post_init__(self) -> None:
-        check_fields(self, may_be_zero=("backoff_s", "max_backoff_s", "max_restarts"))
+        check_fields(self)
         for smaller, larger in (("stall_timeout_s", "hard_stall_timeout_s"), ("backoff_s", "max_backoff_s")):
             minimum, value = getattr(self, smaller), getattr(self, larger)
             if value < minimum:
@@ -242,39 +242,37 @@ class RecoveryConfig:
                 )
 
 
-@explain_constructor
 @dataclass(frozen=True)
 class RouterConfig:
     """How a router distributes requests over replicas, and how long it keeps results and sessions."""
 
-    max_running_requests_per_dp_rank: int = 256
+    max_running_requests_per_dp_rank: PositiveInt = 256
     """Maximum number of requests that run on one replica at the same time, for each of its data parallel ranks
     (SGLang's `dp_size`)."""
-    overload_factor: float = 1.5
+    overload_factor: Positive = 1.5
     """Maximum load of a session's replica, as a multiple of the mean number of tokens in flight. A session may move to
     another replica when its own replica would exceed this load."""
-    max_queued_requests: int = 4096
+    max_queued_requests: NotNegativeInt = 4096
     """Maximum number of queued requests of other processes. A further request over HTTP is refused with
     ServerBusyError. Requests of this process are never refused."""
-    max_attempts: int = 8
+    max_attempts: PositiveInt = 8
     """Maximum number of failed attempts per call. The error of the last one is raised. Attempts that the server
     aborts, for example for a weight update, and probes of replicas that failed before are not counted."""
-    min_tokens_per_event: int = 64
+    min_tokens_per_event: PositiveInt = 64
     """Minimum number of tokens per stream event of a replica. A lost replica costs each of its requests at most the
     tokens of one event. Long generations use larger events, at most 64 events each."""
-    result_cache_bytes: int = 256 << 20
+    result_cache_bytes: NotNegativeInt = 256 << 20
     """Maximum size of all finished results that a repeated request with the same `rid` still receives, in bytes. The
     size is an estimate from the number of tokens and log probabilities (`verl_server/router/result_cache.py`). Results
     of requests without a `rid` are not stored. Aborted generations, which a repeated request continues, are kept beside
     them, up to 8 GiB."""
-    max_sessions: int = 65536
+    max_sessions: NotNegativeInt = 65536
     """Maximum number of sessions whose replica is remembered."""
-    orphan_timeout_s: float = 10.0
+    orphan_timeout_s: NotNegative = 10.0
     """Seconds that a generation continues when no caller waits for it, so that a caller can connect again."""
-    report_timeout_s: float = 20.0
+    report_timeout_s: Positive = 20.0
     """Seconds without a report of the router process before it counts as hung and is restarted. It sends ten reports
     per second."""
 
     def __post_init__(self) -> None:
-        may_be_zero = ("max_queued_requests", "result_cache_bytes", "max_sessions", "orphan_timeout_s")
-        check_fields(self, may_be_zero=may_be_zero)
+        check_fields(self)

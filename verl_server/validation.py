@@ -6,7 +6,6 @@ import difflib
 import inspect
 import math
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -126,67 +125,10 @@ def require_key(name: str, key: object, min_chars: int = 1) -> str:
     raise BadInputError(f"{name} must be a string of {characters} without spaces and without the end of a line")
 
 
-def require_callable(name: str, value: object, hint: str, *args: object, **kwargs: object) -> None:
-    """Raise BadInputError unless `value` can be called with these arguments. `hint` says what to pass."""
+def require_callable(name: str, value: object, hint: str) -> None:
+    """Raise BadInputError unless `value` can be called. `hint` says what to pass."""
     if not callable(value):
         raise BadInputError(f"{name} must be a function, got {type(value).__name__}; {hint}")
-    try:
-        signature = inspect.signature(value)
-    except (TypeError, ValueError):  # a function of a C extension may have no signature
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {hint}") from None
-
-
-def require_parameters(name: str, function: Any, parameters: Sequence[str], hint: str) -> None:
-    """Raise BadInputError unless a function can be called with positional arguments of these `parameters`.
-
-    A function with `**kwargs` is written for callers that pass arguments by name, for example a reward function of TRL:
-    its parameters must have these names. A function without a signature is accepted.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return
-    own = [parameter for parameter in parameters if parameter == "self"]
-    try:
-        signature.bind(*parameters)
-        if any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values()):
-            signature.bind(*own, **{parameter: None for parameter in parameters if parameter not in own})
-    except TypeError as error:
-        raise BadInputError(f"{name} has the wrong parameters {signature}: {error}; {hint}") from None
-
-
-def require_parameters_of_base(cls: type, base: type, name: str) -> None:
-    """Raise BadInputError unless the method `name` of a class can be called as that of the class `base` is called."""
-    method, own = inspect.getattr_static(cls, name), getattr(base, name)
-    if not inspect.isfunction(inspect.unwrap(method)):
-        return
-    parameters = [item.name for item in inspect.signature(own).parameters.values() if item.default is item.empty]
-    keyword = "async def" if inspect.iscoroutinefunction(inspect.unwrap(own)) else "def"
-    hint = f"write `{keyword} {name}({', '.join(parameters)})`"
-    require_parameters(f"{cls.__qualname__}.{name}", method, parameters, hint)
-
-
-def require_coroutine_method(cls: type, name: str, example: str) -> None:
-    """Raise BadInputError if the method `name` of a class is written as `def` and not as `async def`.
-
-    A decorated method may be a function or an object that returns a coroutine, which cannot be seen before the call,
-    see `find_coroutine_error`. So may a method whose annotation says it: `def run(self) -> Coroutine[Any, Any, str]`.
-    """
-    method = inspect.unwrap(getattr(cls, name))
-    owner, own_name = ["", *getattr(method, "__qualname__", "").split(".")][-2:]
-    is_written_as_def = (
-        inspect.isfunction(method)
-        and not inspect.iscoroutinefunction(method)
-        and own_name == name
-        and owner not in ("", "<locals>")  # not an inner function of a decorator
-        and not re.search("Awaitable|Coroutine", str(method.__annotations__.get("return")))
-    )
-    if is_written_as_def or not callable(method):
-        raise BadInputError(f"{cls.__qualname__}.{name} must be a coroutine function; write `{example}`")
 
 
 def find_coroutine_error(cls: type, name: str, result: object, example: str) -> BadInputError | None:

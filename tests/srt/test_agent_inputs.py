@@ -27,11 +27,9 @@ from verl_server.agent import (
     SampleGroup,
     SingleTurnLoop,
     Task,
-    Tool,
     ToolAgentLoop,
     ToolCall,
     as_generate_fn,
-    get_agent_loop,
     register_agent_loop,
 )
 from verl_server.errors import BadInputError
@@ -116,10 +114,6 @@ def return_zero(sample: Sample) -> float:
     return 0.0
 
 
-async def generate_without_session(*, rid: str, input_ids: list[int], sampling_params: Any) -> Any:
-    raise AssertionError
-
-
 def make_runner(renderer: ChatRenderer, /, **overrides: Any) -> RolloutRunner:
     """A runner that is valid, except for the overrides."""
     arguments: dict[str, Any] = {
@@ -141,8 +135,6 @@ def make_runner(renderer: ChatRenderer, /, **overrides: Any) -> RolloutRunner:
         ({"agent": "tool_agnt"}, "there is no agent loop 'tool_agnt'.*did you mean 'tool_agent'"),
         ({"agent": LoopWithoutTools()}, r"call super\(\).__init__\(tools\) in LoopWithoutTools.__init__"),
         ({"engine": object()}, "engine must be a VerlEngine, a RolloutManager, .*, got object"),
-        ({"engine": generate_without_session}, "engine has the wrong parameters .*'session_id'"),
-        ({"engine": add}, "engine has the wrong parameters .*; pass fleet.router.generate"),
         ({"renderer": "Qwen/Qwen3-8B"}, r"renderer must be a ChatRenderer, got str; pass get_renderer\(tokenizer\)"),
         ({"limits": {"max_response_tokens": 5}}, "limits must be RolloutLimits, got dict"),
         ({"limits": 100}, "limits must be RolloutLimits, got int"),
@@ -153,8 +145,6 @@ def make_runner(renderer: ChatRenderer, /, **overrides: Any) -> RolloutRunner:
         ({"sampling_params": {"max_new_tokens": -5}}, r"sampling_params\['max_new_tokens'\] must be a whole number"),
         ({"sampling_params": {"max_new_tokens": 0}}, r"sampling_params\['max_new_tokens'\] must be a whole number"),
         ({"reward": 1.0}, "reward must be a function, got float"),
-        ({"reward": lambda sample, answer: 0.0}, "reward has the wrong parameters .*'answer'"),
-        ({"reward": lambda: 0.0}, "reward has the wrong parameters"),
         ({"sampling_params": {"lora_path": "a"}}, r"functools.partial\(fleet.router.generate, lora_path=...\)"),
         ({"sampling_params": {"return_logprob": True}}, "always record log probabilities, so leave it out"),
         ({"sampling_params": {"timeout_s": 5}}, r"RolloutLimits\(timeout_s=...\)"),
@@ -172,7 +162,6 @@ def make_runner(renderer: ChatRenderer, /, **overrides: Any) -> RolloutRunner:
         ({"group_filter": "all"}, "there is no group_filter 'all'; pass a function, or 'has_variance'"),
         ({"group_filter": "has_variance", "reward": return_zero}, "keeps no group of one sample; pass n=8"),
         ({"group_filter": "has_variance", "n": 2}, "'has_variance' needs rewards; pass reward=..., or an Environment"),
-        ({"group_filter": lambda group, reward: True}, "group_filter has the wrong parameters"),
     ],
 )
 def test_runner_refuses_wrong_arguments(renderer: ChatRenderer, overrides: dict[str, Any], expected: str) -> None:
@@ -183,7 +172,6 @@ def test_runner_refuses_wrong_arguments(renderer: ChatRenderer, overrides: dict[
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({"tasks": make_tasks(1)[0]}, r"tasks must be a list or an iterator of tasks, got Task; write \[task\]"),
         ({"tasks": [{"id": "t", "messages": []}]}, r"tasks\[0\] must be a Task, got dict"),
         ({"tasks": make_tasks(1) * 8}, "tasks 0 and 1 have the id 't0'.* pass n to the runner"),
         ({"tasks": "t"}, r"tasks\[0\] must be a Task, got str"),
@@ -238,12 +226,8 @@ def test_other_constructors_refuse_wrong_arguments(renderer: ChatRenderer) -> No
     for call, expected in (
         (lambda: ChatScheduler(servers, renderer, limits, {}), "servers must be a list, got function"),
         (lambda: ChatScheduler([answer_token], renderer, limits, {}, tools=add), "tools must be a list"),  # type: ignore[arg-type]
-        (lambda: ChatScheduler([add], renderer, limits, {}), r"servers\[0\] has the wrong parameters"),  # type: ignore[list-item]
         (lambda: ChatScheduler([servers], renderer, 3, {}), "limits must be RolloutLimits, got int"),  # type: ignore[arg-type]
         (lambda: as_generate_fn(object()), r"needs an AsyncHttpServerEngineAdapter, got object.*engine.adapter"),  # type: ignore[arg-type]
-        (lambda: register_agent_loop(SingleTurnLoop), r'write @register_agent_loop\("name"\)'),  # type: ignore[arg-type]
-        (lambda: get_agent_loop(["x"]), r"name of an agent loop must be a string, got \['x'\]"),  # type: ignore[arg-type]
-        (lambda: get_agent_loop(ToolAgentLoop), "name of an agent loop must be a string, got <class .*ToolAgentLoop"),  # type: ignore[arg-type]
         (lambda: FunctionTool(add, name=3), "name of a tool must be a string, got 3"),  # type: ignore[arg-type]
         (lambda: register_agent_loop("x")(add), "only subclasses of AgentLoop"),  # type: ignore[type-var]
     ):
@@ -262,8 +246,6 @@ def test_chat_scheduler_refuses_wrong_turns(renderer: ChatRenderer) -> None:
         submit: Any = scheduler.submit
         with pytest.raises(BadInputError, match="message 0: the role 'pope'"):
             submit(on_turn, [{"role": "pope", "content": "x"}], session_id=None)
-        with pytest.raises(BadInputError, match="callback has the wrong parameters"):
-            submit(lambda turn: None, [USER_MESSAGE])
         with pytest.raises(BadInputError, match=r"write the parameters themselves, .*temperature=0.0"):
             submit(on_turn, [USER_MESSAGE], sampling_params={"temperature": 0.0})
         with pytest.raises(BadInputError, match="max_new_tokens"):
@@ -294,20 +276,6 @@ def test_group_filter_may_be_a_coroutine_function(renderer: ChatRenderer, is_kep
         return [group async for group in runner.run(make_tasks(2))]
 
     assert len(asyncio.run(run())) == 2 * is_kept
-
-
-def test_classes_with_a_run_that_is_no_coroutine_function_are_refused() -> None:
-    with pytest.raises(BadInputError, match=r"SyncLoop.run must be a coroutine function; write `async def run"):
-
-        class SyncLoop(AgentLoop):
-            def run(self, episode: Episode) -> None:  # type: ignore[override]
-                return
-
-    with pytest.raises(BadInputError, match=r"SyncTool.run must be a coroutine function; write `async def run"):
-
-        class SyncTool(Tool):
-            def run(self, arguments: Any) -> str:  # type: ignore[override]
-                return "x"
 
 
 def call_through(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -578,19 +546,11 @@ def generate_in_thread(*, rid: str, session_id: str, **request: Any) -> Any:
     return {}
 
 
-class MethodIdentityLoop(SingleTurnLoop):
-    def identity(self) -> Any:  # type: ignore[override]
-        return {"version": 1}
-
-
 def test_mistakes_that_only_the_run_shows_are_named(renderer: ChatRenderer, tmp_path: Path) -> None:
     """Arguments of the runner of the right kind that do something else than expected."""
     groups, _ = collect_groups(make_runner(renderer, engine=generate_in_thread), make_tasks(1))
     expected = "the generate function must be a coroutine function, but its call returned dict; write `async def"
     assert expected in (groups[0].samples[0].error or {})["message"]
-
-    with pytest.raises(BadInputError, match=r"MethodIdentityLoop.identity must be a dict, got method; write `@prop"):
-        make_runner(renderer, agent=MethodIdentityLoop(), run_dir=tmp_path).run(make_tasks(1))
 
     def keep(group: SampleGroup) -> bool:
         return max(sample.reward or {} for sample in group.samples) > 0  # type: ignore[type-var, operator]

@@ -440,12 +440,6 @@ async def set_up(self: Any) -> None:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ({"tools": [add]}, r"E.tools would have no effect; write a method with the decorator @tool"),
-        ({"rewards": [len]}, r"E.rewards would have no effect; write a method with the decorator @reward"),
-        ({"set_up": set_up}, r"E.set_up would never be called; write async def setup\(self\)"),
-        ({"reset": set_up}, r"E.reset would never be called; write async def setup\(self\)"),
-        ({"cleanup": set_up}, r"E.cleanup would never be called; write async def teardown\(self\)"),
-        ({"env_response": set_up}, r"E.env_response would never be called; write async def run\(self, episode\)"),
         ({"compute_reward": set_up}, r"write the decorator @reward above `def compute_reward\(self, sample\)`"),
     ],
 )

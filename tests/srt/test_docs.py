@@ -37,8 +37,8 @@ from verl_server import (
 )
 from verl_server.agent import RolloutLimits, RolloutRunner, Sample
 from verl_server.cli.app import app
-from verl_server.cli.arguments import parse_server_args, require_known_arguments
-from verl_server.config import TRANSPORTS
+from verl_server.cli.launch_arguments import read_server_args
+from verl_server.config import TRANSPORTS, EngineKind
 from verl_server.rollout.fleet import Fleet
 from verl_server.rollout.metrics import fleet_metrics
 from verl_server.router.dispatcher import Dispatcher
@@ -276,7 +276,14 @@ def check_verl_server(words: list[str], where: str) -> None:
     if others:
         assert words[0] == "launch", where
         context = commands["launch"].make_context("launch", words[1:])
-        require_known_arguments(parse_server_args(["Org/Model", *context.args]))
+        given = read_server_args(EngineKind.SGLANG, ["Org/Model", *context.args])
+        program = (
+            "import sys, json, verl_server.server.argument_check as c; print(c.find_refusal(json.load(sys.stdin)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], input=json.dumps(given), capture_output=True, text=True, timeout=120
+        )
+        assert done.stdout.splitlines()[-1:] == ["None"], (where, done.stdout, done.stderr)
 
 
 def test_every_file_that_a_page_names_exists() -> None:

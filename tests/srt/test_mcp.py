@@ -174,8 +174,8 @@ def test_tools_of_two_servers_and_a_tool_after_its_connection() -> None:
 
 
 def test_wrong_arguments_are_refused_before_the_connection(program: StdioServerParameters) -> None:
-    async def connect(server: StdioServerParameters | str, timeout_s: float = 1.0, prefix: str = "") -> None:
-        async with mcp_tools(server, timeout_s, prefix=prefix):
+    async def connect(server: StdioServerParameters | str, timeout_s: float = 1.0) -> None:
+        async with mcp_tools(server, timeout_s):
             raise AssertionError("connected")
 
     with pytest.raises(BadInputError, match=r"'python server.py' is no URL.*StdioServerParameters"):
@@ -187,8 +187,6 @@ def test_wrong_arguments_are_refused_before_the_connection(program: StdioServerP
         asyncio.run(connect(Client(program)))  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match="timeout_s must be a positive number of seconds"):
         asyncio.run(connect(program, timeout_s=0.0))
-    with pytest.raises(BadInputError, match="prefix must be a string, got None"):
-        asyncio.run(connect(program, prefix=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

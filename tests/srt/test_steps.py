@@ -490,11 +490,6 @@ def test_errors_of_the_caller_end_the_steps(renderer: ChatRenderer) -> None:
         with pytest.raises(expected):
             asyncio.run(take_all(runner_of(Policy(), renderer, **options).steps(tasks, num_groups=4)))
     for arguments, message in (
-        ({"tasks": 3, "num_groups": 1}, r"an iterator of tasks, got int; pass \(Task\("),
-        ({"tasks": {"a": 1}, "num_groups": 1}, r"an iterator of tasks, got dict; pass \(Task\("),
-        ({"tasks": make_tasks(1)[0], "num_groups": 1}, r"got Task; write \[task\]"),
-        ({"tasks": endless_tasks, "num_groups": 1}, r"got a function; call it: endless_tasks\(\)"),
-        ({"tasks": settle(), "num_groups": 1}, "got a coroutine; await it"),
         ({"tasks": [make_tasks(1)], "num_groups": 1}, "got list; tasks are read one at a time, so pass no batches"),
         ({"tasks": [{"x": 1}], "num_groups": 1}, r"tasks\[0\] must be a Task, got dict; for a data set, pass"),
         ({"tasks": [], "num_groups": 0}, "num_groups must be a whole number of at least 1"),

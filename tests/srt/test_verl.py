@@ -151,7 +151,7 @@ def test_settings(tmp_path: Path) -> None:
         "old_section": "engine_kwargs.sglang has no effect with the rollout verl_server: move ['attention_backend'] to",
         "no_mapping": "engine_kwargs.verl_server must be a mapping of names and values, got 'sglang'",
         "forkserver": "engine_kwargs.verl_server.use_forkserver must be true or false, got 'no'",
-        "timeout": "start_s must be a positive number of seconds",
+        "timeout": "Timeouts.start_s must be greater than 0",
         "split": "UnsupportedError: one server has 4 workers on each node, but Ray has placed these on several nodes",
         "unknown_transport": "BadInputError: WeightsConfig.transport must be one of",
     }

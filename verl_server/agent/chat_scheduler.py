@@ -94,10 +94,10 @@ class ChatScheduler:
 
         `session_id`: id of the conversation; None starts a new conversation. `callback(turn, info, error)` is called
         when the turn ends, and may submit the next turn. `sampling_params` override those of the scheduler for this
-        turn. Raises BadInputError for invalid messages, for a callback that does not take these arguments, for an
+        turn. Raises BadInputError for invalid messages, for a callback that is no function, for an
         unknown conversation, and for a conversation whose last turn is still running.
         """
-        require_callable("callback", callback, "write `def on_turn(turn, info, error)`", None, None, None)
+        require_callable("callback", callback, "write `def on_turn(turn, info, error)`")
         require_sampling_params(sampling_params)
         if session_id is None:
             session_id = uuid.uuid4().hex

@@ -8,7 +8,6 @@ import functools
 import inspect
 import re
 import time
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,9 +58,6 @@ _CONTEXT_LENGTH = re.compile(r"maximum context length of (\d+) tokens")
 """SGLang's error for a prompt and a `max_new_tokens` that are too long together."""
 _RESERVED_TOKENS = 6
 """Number of tokens of the context length that SGLang's scheduler takes neither for a prompt nor for a response."""
-
-_CHECKED = weakref.WeakSet[Any]()
-"""Objects that `require_generate_fn` has accepted."""
 
 
 class GenerateFn(Protocol):
@@ -145,15 +141,10 @@ def limit_concurrency(generate: GenerateFn, max_concurrency: int) -> GenerateFn:
 
 
 def require_generate_fn(name: str, value: object) -> None:
-    """Raise BadInputError unless `value` can be called as a `GenerateFn`. The same object is checked once."""
-    with contextlib.suppress(TypeError):  # an object without a hash or a weak reference
-        if value in _CHECKED:
-            return
-    hint = "pass fleet.router.generate, or as_generate_fn(engine.adapter.asynchronous) for one server"
-    request: Json = {"input_ids": [], "sampling_params": {}, "return_logprob": True}
-    require_callable(name, value, hint, rid="", session_id="", **request)
-    with contextlib.suppress(TypeError):
-        _CHECKED.add(value)
+    """Raise BadInputError unless `value` can be called."""
+    require_callable(
+        name, value, "pass fleet.router.generate, or as_generate_fn(engine.adapter.asynchronous) for one server"
+    )
 
 
 def require_sampling_params(params: Any) -> Json:

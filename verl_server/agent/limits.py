@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_server.argument_names import explain_constructor
-from verl_server.validation import require_seconds, require_whole_number
+from verl_server.config import Positive, PositiveInt
+from verl_server.type_checks import check_fields
 
 
 @explain_constructor
@@ -17,28 +18,23 @@ class RolloutLimits:
     positive number.
     """
 
-    max_response_tokens: int | None = None
+    max_response_tokens: PositiveInt | None = None
     """Maximum number of tokens after the first prompt: sampled tokens, and tokens of tool results and messages. None:
     `max_context_tokens` is the only limit of the number of tokens."""
-    max_turns: int = 64
+    max_turns: PositiveInt = 64
     """Maximum number of turns that the policy generates."""
-    timeout_s: float | None = None
+    timeout_s: Positive | None = None
     """Maximum duration in seconds. A turn that is being generated is abandoned; tools have their own timeout."""
-    max_tool_tokens: int = 2048
+    max_tool_tokens: PositiveInt = 2048
     """Maximum number of text tokens of one tool result, and of one text of `Episode.append_text`. A longer text is
     truncated; the episode goes on."""
-    max_context_tokens: int | None = None
+    max_context_tokens: PositiveInt | None = None
     """Maximum number of tokens of prompt plus response. None: a runner takes the context length of its engine, less 6
     tokens that SGLang reserves, if the engine can be asked. For an engine that cannot be asked, pass the context length
     less 6: an episode then stops at this limit, and does not fail at the context length of the server."""
 
     def __post_init__(self) -> None:
-        for name in ("max_response_tokens", "max_turns", "max_tool_tokens", "max_context_tokens"):
-            value = getattr(self, name)
-            if value is not None or name in ("max_turns", "max_tool_tokens"):
-                require_whole_number(f"RolloutLimits.{name}", value)
-        if self.timeout_s is not None:
-            require_seconds("RolloutLimits.timeout_s", self.timeout_s)
+        check_fields(self)
 
     @property
     def has_token_limit(self) -> bool:

@@ -20,15 +20,12 @@ from verl_server.agent.tools.registry import ToolRegistry
 from verl_server.agent.tools.tool import Tool, ToolCall, ToolResult
 from verl_server.agent.user_code import await_to_its_end, create_user_task
 from verl_server.agent.user_failures import as_failure
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.types import Json
 from verl_server.validation import (
     did_you_mean,
     find_coroutine_error,
     is_bool,
-    require_coroutine_method,
-    require_parameters_of_base,
 )
 
 AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
@@ -49,14 +46,8 @@ class AgentLoop(ABC):
     of its own calls `super().__init__(tools)`.
     """
 
-    @explain_arguments
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
         self.tools = ToolRegistry(tools)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        require_coroutine_method(cls, "run", RUN_EXAMPLE)
-        require_parameters_of_base(cls, AgentLoop, "run")
 
     @property
     def identity(self) -> Json:
@@ -148,17 +139,11 @@ def _is_plain(value: object) -> bool:
     return not pending
 
 
-def _require_name(name: object, example: str) -> None:
-    if not isinstance(name, str):
-        raise BadInputError(f"the name of an agent loop must be a string, got {name!r}; write {example}")
-
-
 def register_agent_loop(name: str) -> Callable[[AgentLoopClass], AgentLoopClass]:
     """Class decorator `@register_agent_loop("name")` that registers an agent loop under a name.
 
-    Raises BadInputError for a name that is not a string or is taken, and for a class that is no agent loop.
+    Raises BadInputError for a name that is taken, and for a class that is no agent loop.
     """
-    _require_name(name, '@register_agent_loop("name")')
 
     def register(loop_class: AgentLoopClass) -> AgentLoopClass:
         if not isinstance(loop_class, type) or not issubclass(loop_class, AgentLoop):
@@ -172,11 +157,7 @@ def register_agent_loop(name: str) -> Callable[[AgentLoopClass], AgentLoopClass]
 
 
 def get_agent_loop(name: str) -> type[AgentLoop]:
-    """The agent loop that is registered under a name.
-
-    Raises BadInputError for a name that is not a string, and for an unknown name.
-    """
-    _require_name(name, 'get_agent_loop("name")')
+    """The agent loop that is registered under a name. Raises BadInputError for an unknown name."""
     if name not in _LOOPS:
         hint = did_you_mean(name, _LOOPS)
         raise BadInputError(f"there is no agent loop {name!r}; registered agent loops: {sorted(_LOOPS)}{hint}")
@@ -201,14 +182,8 @@ def as_agent_loop(loop: object) -> AgentLoop:
 
 
 def read_identity(loop: AgentLoop) -> Json:
-    """The settings of an agent loop. Raises BadInputError for an `identity` that is no property with a dict."""
-    identity: object = loop.identity
-    if not isinstance(identity, Mapping):
-        name = f"{type(loop).__name__}.identity"
-        raise BadInputError(
-            f"{name} must be a dict, got {type(identity).__name__}; write `@property` above `def identity`"
-        )
-    return dict(identity)
+    """The settings of an agent loop."""
+    return dict(loop.identity)
 
 
 @register_agent_loop("single_turn")

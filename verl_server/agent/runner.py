@@ -42,7 +42,6 @@ from verl_server.validation import (
     make_writable_folder,
     require_bool,
     require_callable,
-    require_parameters,
     require_whole_number,
 )
 
@@ -109,8 +108,7 @@ class RolloutRunner:
         completed_limits = access.complete_limits(limits)
         validate_episode_arguments(renderer, completed_limits, params)
         if reward is not None:
-            require_callable("reward", reward, REWARD_CURE, None)
-            require_parameters("reward", reward, ("sample",), REWARD_CURE)
+            require_callable("reward", reward, REWARD_CURE)
         self._n = require_whole_number("n", n)
         self._max_staleness = require_whole_number("max_staleness", max_staleness, minimum=0)
         if run_dir is not None and (not isinstance(run_dir, (str, Path)) or Path(run_dir).is_file()):

@@ -25,7 +25,7 @@ from verl_server.cli.common_options import EXIT_FAILED, Json, Verbose, log_also_
 from verl_server.cli.doctor import doctor
 from verl_server.cli.gateway import gateway
 from verl_server.cli.launch_arguments import read_server_args
-from verl_server.cli.output import print_line, print_replicas, show_progress
+from verl_server.cli.output import print_line, print_replicas
 from verl_server.cli.server import run_server
 from verl_server.cli.signals import exit_after_cleanup
 from verl_server.cli.template import check_template
@@ -85,9 +85,7 @@ def launch(
       verl-server launch ./model --engine vllm --server-python .venv-vllm/bin/python
     """
     options.use_servers(engine, server_python)
-    own_options = {param.name: param.opts[0] for param in context.command.params if param.name}
-    with show_progress("Checking the arguments"):
-        server_args = read_server_args(engine, server_python, [model, *context.args], own_options)
+    server_args = read_server_args(engine, [model, *context.args])
     server_args |= {"host": host, "tp_size": tp, **({} if port is None else {"port": port})}
     generated_keys = options.missing_keys([API_KEY, ADMIN_API_KEY], shown=sys.stdout.isatty())
     options.require_long_keys([API_KEY, ADMIN_API_KEY])

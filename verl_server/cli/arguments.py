@@ -6,26 +6,16 @@ import ctypes
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import typer
 
-from verl_server.adapter.sglang.argument_table import (
-    SglangInstallation,
-    find_option,
-    find_sglang_in,
-    option_name,
-    read_options,
-)
-from verl_server.adapter.sglang.argument_values import convert, guess_value
-from verl_server.adapter.sglang.early_argument_check import SGLANG_NAMES, find_early_refusal
 from verl_server.config import ENGINE, SERVER_PYTHON, EngineKind
 from verl_server.errors import BadInputError
-from verl_server.server.server_main import REFUSAL
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
-from verl_server.validation import did_you_mean, require_key
+from verl_server.validation import require_key
 
 API_KEY, ADMIN_API_KEY = "VERL_SERVER_API_KEY", "VERL_SERVER_ADMIN_API_KEY"
 REPLICA_API_KEY, REPLICA_ADMIN_API_KEY = "VERL_SERVER_REPLICA_API_KEY", "VERL_SERVER_REPLICA_ADMIN_API_KEY"
@@ -72,7 +62,10 @@ Replicas = Annotated[
     list[str] | None, typer.Option(help="URL of a running server. Repeat the option for each server.", metavar="URL")
 ]
 DemoOutput = Annotated[Path, typer.Option(help="Folder for reward.png, metrics.json and the logs.", metavar="FOLDER")]
-Dtype = Annotated[str, typer.Option(help="The --dtype with which the server will be started.", metavar="DTYPE")]
+Dtype = Annotated[
+    Literal["auto", "half", "float16", "bfloat16", "float", "float32"],
+    typer.Option(help="The --dtype with which the server will be started."),
+]
 Engines = Annotated[
     list[str] | None,
     typer.Option(
@@ -106,30 +99,8 @@ KEY_ARGUMENTS = {"api_key": API_KEY, "admin_api_key": ADMIN_API_KEY}
 NEGATIVE_NUMBER = re.compile(r"-[0-9.]")
 
 
-def parse_server_args(args: list[str], sglang: SglangInstallation | None = None) -> dict[str, Any]:
-    """Read SGLang's arguments from a command line: MODEL first, then options.
-
-    Options are written as `--name value`, `--name=value`, and `--name value1 value2` for a list. A bool option is True
-    as `--name` or `--name true`, and False as `--no-name` or `--name false`. A name may be cut off where only one
-    option begins so. The values get the types that SGLang declares. The values of options that SGLang does not declare,
-    which its plugins can add, are parsed as JSON if they are JSON, otherwise taken as text.
-
-    `sglang`: the SGLang of the server; None is that of this process's environment. Raises BadInputError for an argument
-    that cannot be read. Keys are refused too, because other users of the machine can read a command line.
-    """
-    model, values = split_options(args, lambda argument: _similar_option(argument, sglang))
-    server_args: dict[str, Any] = {"model_path": model}
-    for name, texts in values.items():
-        field, value = _parse_option(name, texts, sglang)
-        server_args[field] = value
-    return server_args
-
-
-def split_options(args: Sequence[str], find_similar: Callable[[str], str]) -> tuple[str, dict[str, list[str]]]:
-    """MODEL, and the texts behind each option of a command line. The last occurrence of an option counts.
-
-    `find_similar` returns the end of the error about an argument that does not follow an option: what was meant.
-    """
+def split_options(args: Sequence[str]) -> tuple[str, dict[str, list[str]]]:
+    """MODEL, and the texts behind each option of a command line. The last occurrence of an option counts."""
     model, *rest = args
     model = _find_model(model)
     values: dict[str, list[str]] = {}
@@ -142,22 +113,11 @@ def split_options(args: Sequence[str], find_similar: Callable[[str], str]) -> tu
         elif not name or (argument.startswith("-") and not NEGATIVE_NUMBER.match(argument)):
             raise BadInputError(
                 f"{argument!r} does not follow an option; write the server's arguments as --name value, "
-                f"for example --mem-fraction-static 0.5{find_similar(argument)}"
+                "for example --mem-fraction-static 0.5"
             )
         else:
             values[name].append(argument)
     return model, values
-
-
-def find_sglang_of(server_python: Path | None) -> SglangInstallation | None:
-    """The SGLang in the environment of an interpreter. None for the interpreter of this process.
-
-    Raises the errors of `read_server_environment`.
-    """
-    from verl_server.adapter.sglang.launch import read_server_environment
-
-    report = None if server_python is None else read_server_environment(server_python)
-    return None if report is None else find_sglang_in(report)
 
 
 def use_servers(engine: EngineKind, server_python: Path | None) -> None:
@@ -165,22 +125,6 @@ def use_servers(engine: EngineKind, server_python: Path | None) -> None:
     os.environ[ENGINE] = engine.value
     if server_python is not None:
         os.environ[SERVER_PYTHON] = str(server_python)
-
-
-def require_known_arguments(
-    server_args: Mapping[str, Any],
-    own_options: Mapping[str, str] | None = None,
-    sglang: SglangInstallation | None = None,
-) -> None:
-    """Raise BadInputError for names that SGLang does not have and for values that are none of its choices.
-
-    `own_options`: names of the command's own options, and how each is written. They are suggested for misspelled names.
-    `sglang`: see `parse_server_args`.
-    """
-    keys = {name: f"the environment variable {variable}" for name, variable in KEY_ARGUMENTS.items()}
-    refusal = find_early_refusal(server_args, {**RENAMED_ARGUMENTS, **keys, **(own_options or {})}, sglang)
-    if refusal is not None:
-        raise BadInputError(f"{REFUSAL}{refusal}")
 
 
 def _find_model(model: str) -> str:
@@ -200,34 +144,6 @@ def _find_model(model: str) -> str:
             "or a name on the Hugging Face Hub such as Qwen/Qwen3-0.6B"
         )
     return str(path.absolute()) if is_model else model
-
-
-def _similar_option(argument: str, sglang: SglangInstallation | None) -> str:
-    """The end of an error about `argument`: the option that was meant. No suggestion for one letter."""
-    if not argument.startswith("-") or len(argument.partition("=")[0]) == 2:
-        return ""
-    names = {*read_options(sglang), "tp"}
-    return did_you_mean(argument, [f"--{name.replace('_', '-')}" for name in names])
-
-
-def _parse_option(written: str, texts: list[str], sglang: SglangInstallation | None) -> tuple[str, Any]:
-    """The field of SGLang's `ServerArgs` that an option sets, and the value. Raises BadInputError if it is refused."""
-    name, option = find_option(option_name(written), sglang)
-    field = option.field if option else name
-    if field in KEY_ARGUMENTS:
-        raise key_on_command_line(written, field)
-    if field in RENAMED_ARGUMENTS:
-        raise BadInputError(f"{written} is not an option of this command; use {RENAMED_ARGUMENTS[field]}")
-    if option is None and name in SGLANG_NAMES:
-        meant = SGLANG_NAMES[name]
-        cure = RENAMED_ARGUMENTS.get(meant, f"--{meant.replace('_', '-')}")
-        raise BadInputError(f"{written} is not an option of SGLang; use {cure}")
-    if option is not None:
-        return field, convert(f"--{name.replace('_', '-')}", option, texts)
-    if not texts and name.startswith("no_"):
-        return name.removeprefix("no_"), False
-    guesses = [guess_value(text) for text in texts]
-    return name, guesses if len(guesses) > 1 else (guesses[0] if guesses else True)
 
 
 def key_on_command_line(written: str, field: str) -> BadInputError:

@@ -49,7 +49,6 @@ def doctor(
             sections = {f"Gateway {gateway_url}": examine_gateway(gateway_url, os.environ)}
     else:
         with show_progress("Checking this machine"):
-            options.require_known_arguments({"dtype": dtype})
             sections = examine(model, tp=tp, dtype=dtype, server_python=server_python, engine_kind=engine)
     if as_json:
         print(report.as_json(sections))

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.engine import get_engine
 from verl_server.adapter.server_engine import ServerEngine
@@ -27,7 +27,7 @@ from verl_server.server.visible_devices import (
     gpus_needed,
     seen_by_server,
 )
-from verl_server.type_checks import find_type_error
+from verl_server.type_checks import checked_value
 from verl_server.types import Json, parse_weight_version
 
 if TYPE_CHECKING:
@@ -87,10 +87,10 @@ class BackendSource:
 
         The error is not raised here: `servers` and `fleet` can differ between the ranks, and all ranks must raise it.
         """
-        error = find_type_error("servers", self.servers, Sequence[RemoteServer]) or find_type_error(
-            "fleet", self.fleet, Annotated[RolloutFleet, "a RolloutManager"] | None
-        )
-        if error is not None:
+        try:
+            checked_value("servers", self.servers, Sequence[RemoteServer])
+            checked_value("fleet", self.fleet, RolloutFleet | None)
+        except BadInputError as error:
             return error
         given = [f"launch_server={self.launch_server}"] if self.launch_server is not None else []
         given += [f"servers ({len(self.servers)} of them)"] if self.servers else []

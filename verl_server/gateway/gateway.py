@@ -19,7 +19,6 @@ import uvloop
 from verl_server.agent.engine_access import Engine
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import RolloutLimits
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
 from verl_server.gateway.config import GatewayConfig, require_gateway_arguments
 from verl_server.gateway.engines.engine_source import EngineSource
@@ -61,7 +60,6 @@ class Gateway:
     Use it as a context manager, or call `shutdown`. Methods can be called from any thread.
     """
 
-    @explain_arguments
     def __init__(
         self,
         engine: Engine | EngineSource,
@@ -183,7 +181,6 @@ class Gateway:
         """Base URL with `/v1`, as OpenAI's clients take it."""
         return f"{self.url}/v1"
 
-    @explain_arguments
     def create_session(
         self,
         session_id: str | None = None,
@@ -216,7 +213,6 @@ class Gateway:
             )
         )
 
-    @explain_arguments
     def end_session(
         self,
         session_id: str,

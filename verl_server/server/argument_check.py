@@ -1,7 +1,6 @@
-"""Server arguments that SGLang refuses: names that it does not have, and values that are none of the choices of a name.
+"""Server arguments that SGLang refuses: names that it does not have, and values that its own parser refuses.
 
-The server process, which has imported SGLang and its plugins, asks SGLang with `find_refusal`. A process that has not
-imported SGLang uses `adapter/sglang/early_argument_check.py`.
+The server process, which has imported SGLang and its plugins, asks SGLang before it loads a model.
 """
 
 from __future__ import annotations
@@ -10,67 +9,87 @@ import argparse
 import inspect
 from collections.abc import Collection, Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 from verl_server.validation import did_you_mean
 
 BOOLS = (True, False)  # the text "False" would be true
-#: Names of arguments with their choices. None: any value.
-Declarations = Mapping[str, Collection[Any] | None]
 
 
 def find_refusal(server_args: Mapping[str, Any]) -> str | None:
-    """Why SGLang refuses these fields of its `ServerArgs`, in one line. None if no name and no choice is wrong.
+    """Why SGLang refuses these fields of its `ServerArgs`, in one line. None if no name and no value is wrong.
 
     Imports SGLang.
     """
+    return parse_arguments(server_args)[1]
+
+
+def parse_arguments(server_args: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The arguments with the types that SGLang's command line gives them, and `find_refusal`. Imports SGLang."""
     from sglang.srt.server_args import ServerArgs
 
-    parser = _ChoicesParser(add_help=False)
+    parser = _OptionsParser(add_help=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    declared = {name: parser.choices.get(name) for name in _field_names()}
-    return describe_problems(server_args, declared, {}, version("sglang"))
-
-
-def describe_problems(
-    server_args: Mapping[str, Any], declared: Declarations, own_names: Mapping[str, str], sglang_version: str
-) -> str | None:
-    """The names that are not declared and the values that are none of the choices, in one line. None without any.
-
-    `own_names`: names that the caller takes under another name or by itself, and how its users write them. They are
-    suggested for misspelled names.
-    """
-    problems = []
+    names = list(inspect.signature(ServerArgs).parameters)
+    parsed, problems = dict(server_args), []
     for name, value in server_args.items():
-        if name not in declared:
-            similar = did_you_mean(name, {*declared, *own_names})
-            for own_name, text in own_names.items():
-                similar = similar.replace(repr(own_name), text)
-            problems.append(f"SGLang {sglang_version} has no argument {name!r}{similar}")
-        choices = declared.get(name)
+        if name not in names:
+            other = parser.find_field(name)
+            similar = f"; did you mean {other!r}?" if other in names else did_you_mean(name, names)
+            problems.append(f"SGLang {version('sglang')} has no argument {name!r}{similar}")
+            continue
+        try:
+            value = parsed[name] = parser.parse_value(name, value)
+        except _RefusedError as error:
+            problems.append(str(error))
+            continue
+        choices = parser.choices(name)
         if choices and isinstance(value, (str, int)) and value not in choices:
             similar = did_you_mean(str(value), [choice for choice in choices if isinstance(choice, str)])
             problems.append(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}{similar}")
-    return "; ".join(problems) or None
+    return parsed, "; ".join(problems) or None
 
 
-def _field_names() -> list[str]:
-    """The fields of SGLang's `ServerArgs`. Imports SGLang."""
-    from sglang.srt.server_args import ServerArgs
-
-    return list(inspect.signature(ServerArgs).parameters)
+class _RefusedError(Exception):
+    """SGLang's parser refuses a value."""
 
 
-class _ChoicesParser(argparse.ArgumentParser):
-    """Collects the choices of the options that are added to it."""
+class _OptionsParser(argparse.ArgumentParser):
+    """Parses the values of single options that are added to it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.choices: dict[str, Collection[Any] | None] = {}
-        """Choices by field. The first option of a field counts; later ones are deprecated."""
+        self.options: dict[str, argparse.Action] = {}
+        """Options by field. The first option of a field counts; later ones are deprecated."""
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         action = super().add_argument(*args, **kwargs)
-        choices = BOOLS if action.nargs == 0 else action.choices
-        self.choices.setdefault(action.dest, None if choices is None else list(choices))
+        action.required = False
+        self.options.setdefault(action.dest, action)
         return action
+
+    def error(self, message: str) -> NoReturn:
+        raise _RefusedError(message)
+
+    def find_field(self, name: str) -> str | None:
+        """The field that the option `--name` sets."""
+        action = self._option_string_actions.get(f"--{name.replace('_', '-')}")
+        return None if action is None else action.dest
+
+    def choices(self, field: str) -> Collection[Any] | None:
+        action = self.options.get(field)
+        found = None if action is None else BOOLS if action.nargs == 0 else action.choices
+        return None if found is None else list(found)
+
+    def parse_value(self, field: str, value: Any) -> Any:
+        """`value` if it has the type of its option. The text of a command line is parsed. Raises _RefusedError."""
+        action = self.options.get(field)
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        if action is None or action.nargs == 0 or not all(type(each) in (str, int, float) for each in values):
+            return value
+        has_type = all(isinstance(each, str) == (action.type in (None, str)) for each in values)
+        is_list, takes_list = isinstance(value, list), action.nargs in ("+", "*")
+        has_form = type(action) is argparse._StoreAction and value is not True and is_list == takes_list
+        if (has_type and has_form) or (is_list and not takes_list):
+            return value
+        return getattr(self.parse_args([action.option_strings[0], *map(str, values)]), field)

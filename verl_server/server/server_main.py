@@ -67,9 +67,9 @@ def serve(server_args: dict[str, Any]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
-    from verl_server.server.argument_check import find_refusal
+    from verl_server.server.argument_check import parse_arguments
 
-    refusal = find_refusal(server_args)
+    server_args, refusal = parse_arguments(server_args)
     if refusal is None:
         try:
             parsed = ServerArgs(**limit_media_domains(server_args))

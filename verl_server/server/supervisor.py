@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from verl_server.errors import ServerDiedError, VerlServerError
 from verl_server.server.cpu_time import SchedulerCpu
@@ -33,6 +33,7 @@ class ServerPids:
     """Processes below the server main (schedulers, detokenizer). Empty when the server has ended or runs elsewhere."""
 
 
+@runtime_checkable
 class Supervisor(Protocol):
     """A started server as its adapter sees it: a `ServerProcess` of this machine, or a server on another machine."""
 

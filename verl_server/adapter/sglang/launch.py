@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from verl_server.adapter.server_engine import ServerEngine
@@ -14,8 +13,6 @@ from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS, comple
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError
 from verl_server.server.engine_profile import EngineProfile
-from verl_server.server.interpreter.report import InterpreterReport, interpreter_path
-from verl_server.server.interpreter.server_python import is_own_interpreter, read_environment, require_packages
 from verl_server.server.launch import LaunchedServer, launch_server
 from verl_server.server.supervisor import AbortCheck, never_abort
 from verl_server.types import Json
@@ -61,19 +58,6 @@ def launch_sglang_server(
             argument="dist_init_addr",
         )
     return launch_server(args, SGLANG, config, env, check_abort)
-
-
-def read_server_environment(server_python: Path | str) -> InterpreterReport | None:
-    """What the environment of another interpreter has. None for the interpreter of this process.
-
-    Raises BadInputError, DeadlineError or StartupError for an interpreter that cannot start a server.
-    """
-    path = interpreter_path(server_python)
-    if is_own_interpreter(path):
-        return None
-    report = read_environment(path, {}, SGLANG)
-    require_packages(path, report, SGLANG)
-    return report
 
 
 def _place_on_devices(

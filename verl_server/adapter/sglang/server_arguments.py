@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.adapter.lora_config import check_lora_paths
-from verl_server.adapter.sglang.argument_table import read_options
-from verl_server.adapter.sglang.early_argument_check import refuse_misplaced_arguments
 from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
 from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError, UnsupportedError
@@ -54,6 +52,8 @@ OTHER_ROLES = {
 GPU_PLACEMENT = {"base_gpu_id": (None, 0), "gpu_id_step": (None, 1)}
 #: Label of the checkpoint's weights. SGLang's own default is "default", which is no number.
 FIRST_WEIGHT_VERSION = "0"
+#: Arguments for which SGLang's parser reads a number with a unit, for example 32k.
+NUMBERS_WITH_UNIT = ("context_length", "max_total_tokens", "max_prefill_tokens")
 
 
 def complete_server_args(server_args: Mapping[str, Any]) -> Json:
@@ -82,9 +82,7 @@ def add_fleet_defaults(server_args: Mapping[str, Any], has_sglang_router: bool) 
     An `sglang-router` passes streams to its callers as they are, so they keep SGLang's default. All supported versions
     have the argument: it is set for servers of another environment, too.
     """
-    name, options = "incremental_streaming_output", read_options()
-    is_unknown = bool(options) and name not in options
-    return dict(server_args) if has_sglang_router or is_unknown else {name: True, **server_args}
+    return dict(server_args) if has_sglang_router else {"incremental_streaming_output": True, **server_args}
 
 
 def validate_fleet_args(server_args: Mapping[str, Any]) -> Json:
@@ -123,11 +121,10 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """Return a copy of `server_args` that can travel to the server process as JSON.
 
     Paths, numbers of numpy and torch dtypes are converted, and paths are made absolute (`with_absolute_paths`). Raises
-    BadInputError for another value that is not plain JSON, an argument that is not meant for SGLang, a model path that
-    does not exist, a short key, a number that no server can have, and a LoRA adapter on this machine that SGLang would
-    serve wrongly. Raises UnsupportedError for a server that cannot generate by itself (`require_generating_server`).
+    BadInputError for another value that is not plain JSON, a model path that does not exist, a short key, a
+    number that no server can have, and a LoRA adapter on this machine that SGLang would serve wrongly. Raises
+    UnsupportedError for a server that cannot generate by itself (`require_generating_server`).
     """
-    refuse_misplaced_arguments(server_args)
     args = with_absolute_paths(to_plain(server_args))
     require_generating_server(args)
     args["model_path"] = _validate_model_path(args.get("model_path"))
@@ -241,8 +238,9 @@ def _validate_key(name: str, key: Any) -> None:
 
 def _validate_numbers(args: Mapping[str, Any]) -> None:
     for name, minimum in WHOLE_NUMBERS.items():
-        if args.get(name) is not None:
-            require_whole_number(f"server argument {name}", args[name], minimum)
+        value = args.get(name)
+        if value is not None and not (isinstance(value, str) and name in NUMBERS_WITH_UNIT):
+            require_whole_number(f"server argument {name}", value, minimum)
     if (args.get("port") or 0) > MAX_PORT:
         raise BadInputError(f"server argument port must be at most {MAX_PORT}, got {args['port']}")
     fraction = args.get("mem_fraction_static")

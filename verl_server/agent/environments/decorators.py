@@ -6,18 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from verl_server.agent.environments.rewards import Reward, RewardOptions, reward_of
-from verl_server.agent.tools.options import ToolOptions, options_of
+from verl_server.agent.tools.options import options_of
 
 Options = TypeVar("Options")
-
-
-def decorators_of(value: object) -> tuple[ToolOptions | None, RewardOptions | None]:
-    """The options of the decorators `tool` and `reward` of an attribute of a class. None for a missing decorator.
-
-    A decorator can be on the function of a staticmethod, a classmethod or a property.
-    """
-    function = getattr(value, "__func__", getattr(value, "fget", value))
-    return options_of(function), reward_of(function)
 
 
 def tools_of(environment: object) -> list[Callable[..., Any]]:

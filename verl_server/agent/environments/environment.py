@@ -9,27 +9,24 @@ import itertools
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any, ClassVar
 
-from verl_server.agent.environments.class_attributes import require_class_attributes
 from verl_server.agent.environments.decorators import reward_options_of, tools_of
-from verl_server.agent.environments.near_misses import require_no_near_miss
-from verl_server.agent.environments.rewards import RewardOptions
+from verl_server.agent.environments.rewards import RewardOptions, reward_of
 from verl_server.agent.environments.template_calls import CURE, find_unread_call
 from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, plain_attributes, read_identity
 from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.samples import Task
+from verl_server.agent.tools.options import options_of
 from verl_server.agent.user_code import call_within, wait_despite_cancellation
 from verl_server.agent.user_failures import as_exception
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
 from verl_server.validation import (
     is_list,
-    require_coroutine_method,
-    require_parameters_of_base,
     require_seconds,
     require_whole_number,
 )
@@ -38,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_DELAY_S = 1.0
 """Seconds before the next attempt at a setup or a sample. The delay doubles with each failure."""
+
+REWARD_NAMES = ("reward", "get_reward", "compute_reward", "compute_score", "reward_fn", "reward_func")
+"""Methods that compute a reward in other libraries. Without the decorator `reward` nothing would call them here."""
 
 
 class Environment(AgentLoop):
@@ -58,13 +58,8 @@ class Environment(AgentLoop):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        require_class_attributes(cls, Environment)
-        require_no_near_miss(cls, Environment)
-        for name in ("setup", "teardown"):
-            require_coroutine_method(cls, name, f"async def {name}(self)")
-            require_parameters_of_base(cls, Environment, name)
+        _refuse_mistaken_methods(cls)
 
-    @explain_arguments
     def __init__(self, task: Task) -> None:
         super().__init__(tools_of(self))
         self.task = task
@@ -81,6 +76,34 @@ class Environment(AgentLoop):
     async def run(self, episode: Episode) -> None:
         """Act until the task is done. By default as `ToolAgentLoop`, with the tools of this environment."""
         await ToolAgentLoop().run(episode)
+
+
+def _refuse_mistaken_methods(cls: type) -> None:
+    """Raise BadInputError for a reward that the policy could call as a tool, for a tool or a reward in the place of a
+    method of `Environment`, and for a reward that nothing would call.
+    """
+    codes = {name: value.__code__ for name, value in vars(cls).items() if isinstance(value, FunctionType)}
+    for name, value in vars(cls).items():
+        is_tool, is_reward = options_of(value) is not None, reward_of(value) is not None
+        if is_tool and is_reward:
+            raise BadInputError(
+                f"{cls.__name__}.{name} has the decorators @tool and @reward, so the policy could call its own reward; "
+                "write two methods"
+            )
+        if (is_tool or is_reward) and hasattr(Environment, name):
+            raise BadInputError(f"{name!r} is a method of every environment, so it cannot be a tool or a reward")
+        others = (codes[other] for other in codes.keys() - {name})
+        is_used = is_tool or is_reward or any(name in _names_in(code) for code in others)
+        if name in REWARD_NAMES and name in codes and not is_used:
+            raise BadInputError(
+                f"the method {cls.__name__}.{name} would never be called; write the decorator @reward above "
+                f"`def {name}(self, sample)`"
+            )
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names of attributes and globals that a function uses, also in its inner functions."""
+    return {*code.co_names}.union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 @dataclass(frozen=True)
@@ -160,7 +183,6 @@ def as_agent(agent: object) -> Agent:
         raise BadInputError(f"each sample has an environment of its own, so pass the class {name}, not {name}(...)")
     if not (isinstance(agent, type) and issubclass(agent, Environment)):
         return Agent(None, ToolAgentLoop(agent) if is_list(agent) else as_agent_loop(agent))
-    require_parameters_of_base(agent, Environment, "__init__")
     require_seconds(f"{agent.__name__}.setup_timeout_s", agent.setup_timeout_s)
     require_seconds(f"{agent.__name__}.teardown_timeout_s", agent.teardown_timeout_s)
     require_whole_number(f"{agent.__name__}.setup_attempts", agent.setup_attempts)

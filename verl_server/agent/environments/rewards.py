@@ -6,13 +6,15 @@ import contextlib
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Annotated, Any, TypeVar, overload
+
+from pydantic import Field
 
 from verl_server.agent.samples import Sample
 from verl_server.agent.user_code import call_user_function, call_within
-from verl_server.argument_names import explain_arguments
+from verl_server.config import Positive
 from verl_server.errors import BadInputError
-from verl_server.validation import is_finite_number, require_seconds
+from verl_server.type_checks import check_fields
 
 RewardFn = Callable[[Sample], float | Awaitable[float]]
 """Computes a reward of a finished sample, a finite number. A function that is not a coroutine function runs in a
@@ -26,8 +28,11 @@ DEFAULT_TIMEOUT_S = 600.0
 class RewardOptions:
     """The options of a reward, see `reward`."""
 
-    weight: float = 1.0
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    timeout_s: Positive = DEFAULT_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,6 @@ def reward(function: Function) -> Function: ...
 def reward(*, weight: float = 1.0, timeout_s: float = DEFAULT_TIMEOUT_S) -> Callable[[Function], Function]: ...
 
 
-@explain_arguments
 def reward(
     function: Callable[..., Any] | None = None, *, weight: float = 1.0, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Any:
@@ -60,9 +64,7 @@ def reward(
     """
     if function is not None and not callable(function):
         raise BadInputError(f"reward is a decorator of a method, got {function!r:.80}; write @reward or @reward(...)")
-    if not is_finite_number(weight):
-        raise BadInputError(f"the weight of a reward must be a finite number, got {weight!r}")
-    options = RewardOptions(float(weight), require_seconds("timeout_s", timeout_s))
+    options = RewardOptions(weight, timeout_s)
 
     def decorate(decorated: Function) -> Function:
         setattr(decorated, OPTIONS_ATTRIBUTE, options)

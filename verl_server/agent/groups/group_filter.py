@@ -43,7 +43,7 @@ def get_group_filter(value: GroupFilter | str | None, n: int, has_rewards: bool)
             )
         return NAMED_FILTERS[value]
     if value is not None:
-        require_callable("group_filter", value, "write `def keep(group: SampleGroup) -> bool`", None)
+        require_callable("group_filter", value, "write `def keep(group: SampleGroup) -> bool`")
     return value
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 
 from verl_server.agent.samples import Task
 from verl_server.agent.user_failures import NotedFailures
@@ -24,19 +23,10 @@ NUM_READ_PER_PAUSE = 1000
 
 
 def require_tasks(tasks: object, renderer: ChatRenderer) -> None:
-    """Raise BadInputError for a value that has no tasks, and for a list with an entry that is no task.
+    """Raise BadInputError for a list with an entry that is no task.
 
     Also for a list with a task that has images, unless the renderer renders images.
     """
-    if inspect.iscoroutine(tasks):
-        tasks.close()
-        raise BadInputError("tasks must be a list or an iterator of tasks, got a coroutine; await it")
-    if inspect.isroutine(tasks):
-        name = getattr(tasks, "__name__", "tasks")
-        raise BadInputError(f"tasks must be a list or an iterator of tasks, got a function; call it: {name}()")
-    if isinstance(tasks, Mapping) or not isinstance(tasks, (Iterable, AsyncIterable)):
-        hint = "write [task]" if isinstance(tasks, Task) else f"pass {FROM_ROWS}"
-        raise BadInputError(f"tasks must be a list or an iterator of tasks, got {type(tasks).__name__}; {hint}")
     if isinstance(tasks, Sequence):  # an iterator is checked while it is read
         for number, task in enumerate(tasks):
             require_task(task, number)

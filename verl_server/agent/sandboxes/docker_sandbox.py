@@ -22,7 +22,6 @@ from verl_server.agent.sandboxes.sandbox import (
     not_running,
 )
 from verl_server.agent.user_code import call_user_function, wait_uncancelled
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, InfrastructureError, VerlServerError
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ class DockerSandbox(Sandbox):
     and the exit code of the command is 137.
     """
 
-    @explain_arguments
     def __init__(self, image: str, limits: SandboxLimits | None = None, *, network: bool = False) -> None:
         """`image`: name of an image that the daemon has or can pull. `network`: whether commands may use the network.
 

@@ -31,7 +31,6 @@ from verl_server.agent.sandboxes.sandbox import (
 )
 from verl_server.agent.sandboxes.sandbox_process import END_SIGNALS, START, remove_folder
 from verl_server.agent.user_code import call_user_function, wait_uncancelled, wait_within
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import InfrastructureError
 from verl_server.types import Json
 
@@ -61,7 +60,6 @@ class LocalSandbox(Sandbox):
     folder is removed.
     """
 
-    @explain_arguments
     def __init__(self, limits: SandboxLimits | None = None, *, network: bool = False) -> None:
         super().__init__(limits, network=network)
         self.folder: Path | None = None

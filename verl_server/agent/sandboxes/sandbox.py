@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Literal, Self
 
 from verl_server.agent.sandboxes.arguments import require_arguments, require_content, require_env, require_path
-from verl_server.argument_names import explain_constructor
 from verl_server.errors import BadInputError, InfrastructureError, UnsupportedError, UserCodeError
 from verl_server.validation import require_bool, require_seconds, require_whole_number
 
@@ -23,7 +22,6 @@ ANSWER_TIMEOUT_S = 15.0
 ExceededLimit = Literal["time", "memory", "cpu", "processes"]
 
 
-@explain_constructor
 @dataclass(frozen=True)
 class SandboxLimits:
     """Limits of the processes of a sandbox. Raises BadInputError for a value that is not a positive number."""

@@ -18,7 +18,6 @@ from mcp.types import Tool as ToolDescription
 from verl_server.agent.tools.tool import Tool
 from verl_server.agent.user_code import wait_uncancelled, wait_until_done
 from verl_server.errors import BadInputError, ServerError, UserCodeError
-from verl_server.type_checks import find_type_error
 from verl_server.validation import require_seconds
 
 logger = logging.getLogger(__name__)
@@ -87,13 +86,10 @@ async def mcp_tools(server: McpServer, timeout_s: float = 30.0, *, prefix: str =
     The policy reads the text of a result, with the text of embedded resources. A result without content is its
     structured content as JSON, and other parts appear as their type in brackets. After the server has ended, its tools
     return errors. After the context was left, a call of a tool fails its sample. Raises BadInputError for a server of
-    another type, for a string that is no URL, for a `timeout_s` that is not a positive number and for a `prefix` that
-    is not a string, and ServerError with the name of the server if there is no connection or the tools cannot be
-    listed.
+    another type, for a string that is no URL and for a `timeout_s` that is not a positive number,
+    and ServerError with the name of the server if there is no connection or the tools cannot be listed.
     """
     require_seconds("timeout_s", timeout_s)
-    if (mistake := find_type_error("prefix", prefix, str)) is not None:
-        raise mistake
     _require_server(server)
     connected: asyncio.Future[tuple[Client, list[ToolDescription]]] = asyncio.get_running_loop().create_future()
     closing, tools = asyncio.Event(), list[McpTool]()

@@ -6,12 +6,14 @@ import asyncio
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar, overload
+
+from pydantic import Field
 
 from verl_server.agent.loop_slots import LoopSlots
-from verl_server.argument_names import explain_arguments
+from verl_server.config import Positive, PositiveInt
 from verl_server.errors import BadInputError
-from verl_server.validation import require_seconds, require_whole_number
+from verl_server.type_checks import check_fields
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Truncation = Literal["start", "middle", "end"]
@@ -24,12 +26,15 @@ DEFAULT_TIMEOUT_S = 30.0
 class ToolOptions:
     """The options of a tool, see `tool`."""
 
-    name: str | None = None
-    description: str | None = None
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    max_result_tokens: int | None = None
+    name: Annotated[str, Field(min_length=1)] | None = None
+    description: Annotated[str, Field(min_length=1)] | None = None
+    timeout_s: Positive = DEFAULT_TIMEOUT_S
+    max_result_tokens: PositiveInt | None = None
     truncate: Truncation = "end"
-    max_concurrency: int | None = None
+    max_concurrency: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @functools.cached_property
     def _slots(self) -> LoopSlots | None:
@@ -57,7 +62,6 @@ def tool(
 ) -> Callable[[Function], Function]: ...
 
 
-@explain_arguments
 def tool(
     function: Callable[..., Any] | None = None,
     *,
@@ -79,15 +83,6 @@ def tool(
     """
     if function is not None and not callable(function):
         raise BadInputError(f"tool is a decorator of a function, got {function!r:.80}; write @tool or @tool(name=...)")
-    require_seconds("timeout_s", timeout_s)
-    for option, value in (("max_result_tokens", max_result_tokens), ("max_concurrency", max_concurrency)):
-        if value is not None:
-            require_whole_number(option, value)
-    if truncate not in ("start", "middle", "end"):
-        raise BadInputError(f'truncate must be "start", "middle" or "end", got {truncate!r}')
-    for option, text in (("name", name), ("description", description)):
-        if text is not None and not (isinstance(text, str) and text):
-            raise BadInputError(f"{option} of a tool must be a string that is not empty, got {text!r}")
     options = ToolOptions(name, description, timeout_s, max_result_tokens, truncate, max_concurrency)
 
     def decorate(decorated: Function) -> Function:

@@ -32,23 +32,12 @@ def require_function(function: object, name: str | None) -> Callable[..., Any]:
         raise BadInputError(
             f"a tool must be a function, a method or a Tool, got {got}; write a function such as\n{EXAMPLE}"
         )
-    if getattr(function, "__name__", "") == "<lambda>":
-        raise BadInputError(
-            f"a lambda cannot be a tool, because it has no name, annotations and docstring; write a function such as\n"
-            f"{EXAMPLE}"
-        )
     if name is None and not isinstance(getattr(function, "__name__", None), str):
         raise BadInputError(
             f"a tool must be a function, a method or a Tool, got {function!r:.80}, which has no name; pass "
             'FunctionTool(..., name="search")'
         )
-    called = _as_called(function)
-    if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        raise BadInputError(
-            f"the function {find_inner_function(called).__name__} has `yield`, so it returns an iterator, but the "
-            "policy reads one result; collect the values and return them as a list"
-        )
-    return called
+    return _as_called(function)
 
 
 def _as_called(function: Any) -> Callable[..., Any]:
@@ -128,11 +117,6 @@ def make_arguments_model(name: str, function: Callable[..., Any]) -> type[pydant
 
 def _require_json_schema(name: str, parameter: str, field: Any) -> None:
     """Raise BadInputError if a parameter has no JSON schema. `field`: its annotation and its default."""
-    if (own := _find_own_class(field[0])) is not None:
-        raise BadInputError(
-            f"tool {name!r}: parameter {parameter!r} has the type {own.__name__} of verl_server, but the policy writes "
-            "all arguments of a tool. Leave it out: a tool that is a method of an Environment reads self.task"
-        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same warnings come from the model of all parameters
@@ -143,13 +127,6 @@ def _require_json_schema(name: str, parameter: str, field: Any) -> None:
             f"tool {name!r}: the annotation of parameter {parameter!r} has no JSON schema: {reason}. Use a type of "
             "JSON, for example str, int, list[float] or a pydantic model"
         ) from error
-
-
-def _find_own_class(annotation: Any) -> type | None:
-    """The class of this package in an annotation, for example in `Task | None`. None if there is none."""
-    if isinstance(annotation, type) and annotation.__module__.partition(".")[0] == "verl_server":
-        return annotation
-    return next(filter(None, map(_find_own_class, typing.get_args(annotation))), None)
 
 
 def _read_parameters(name: str, function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -23,14 +23,11 @@ from verl_server.agent.tools.result_text import as_result_text
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
 from verl_server.agent.user_code import call_user_function, create_user_task, wait_until_done
 from verl_server.agent.user_failures import CURRENT_EPISODE_STATE
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError, InfrastructureError, UserCodeError
 from verl_server.trajectory.rendering.messages import copy_json
 from verl_server.types import Json
 from verl_server.validation import (
     find_coroutine_error,
-    require_coroutine_method,
-    require_parameters_of_base,
     require_seconds,
 )
 
@@ -96,8 +93,6 @@ class Tool(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        require_coroutine_method(cls, "run", RUN_EXAMPLE)
-        require_parameters_of_base(cls, Tool, "run")
         cls.source_file = _source_file(cls.run)
 
     source_file: str | None = None
@@ -193,7 +188,6 @@ class FunctionTool(Tool):
     annotation or no JSON schema, have a name that begins with `_`, or cannot be passed by name.
     """
 
-    @explain_arguments
     def __init__(
         self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = None
     ) -> None:

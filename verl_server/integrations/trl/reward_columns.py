@@ -70,8 +70,8 @@ class RewardFunctions:
     async def compute(self, columns: Mapping[str, Any]) -> list[list[float | None]]:
         """The values of each reward function. Its arguments are `columns`. Ordinary functions run in daemon threads.
 
-        Raises BadInputError for a function that does not take the columns and for a result that is not a list with one
-        number or None for each completion. Raises VerlServerError for an error of a function, which is its cause.
+        Raises BadInputError for a result that is not a list with one number or None for each completion, and
+        VerlServerError for an error of a function, which is its cause.
         """
         calls = zip(self.names, self._functions, strict=True)
         return await asyncio.gather(*(self._call(name, function, columns) for name, function in calls))
@@ -90,25 +90,10 @@ class RewardFunctions:
                 bound = functools.partial(function, **columns)
                 result = await (bound() if is_async else call_user_function(bound))
             except Exception as error:
-                raise _describe_failure(name, function, columns, error) from error
+                raise VerlServerError(f"reward function {name} failed: {type(error).__name__}: {error}") from error
             finally:
                 del self._running[call]
         return _parse_rewards(name, result, len(columns["completions"]))
-
-
-def _describe_failure(name: str, function: RewardFunc, columns: Mapping[str, Any], error: Exception) -> VerlServerError:
-    """The error of a reward function whose call has raised `error`."""
-    if isinstance(error, TypeError):
-        try:
-            inspect.signature(function).bind(**columns)
-        except TypeError as mismatch:
-            keywords = f"there are {', '.join(columns)}" if "missing" in str(mismatch) else "add **kwargs"
-            return BadInputError(
-                f"reward function {name}: {mismatch}; columns of the data set are passed as keywords: {keywords}"
-            )
-        except ValueError:  # functions of C can have no signature
-            pass
-    return VerlServerError(f"reward function {name} failed: {type(error).__name__}: {error}")
 
 
 def _parse_rewards(name: str, result: Any, num_completions: int) -> list[float | None]:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 RANKS_S = 1800.0
 """Default of `Timeouts.ranks_s` under TRL, in seconds: that of `ddp_timeout`. A rank that saves arrives late."""
-OF_ENGINE = ("launch_server", "servers", "fleet", "nnodes", "device_mesh_cpu")
-"""Arguments of `VerlEngine` that `start_servers` chooses."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +110,6 @@ def _require_startable(
     require_whole_number("replicas", replicas)
     if not capabilities_of(parse_mode(mode)).takes_weights:
         raise BadInputError(f"a fleet of mode={str(mode)!r} takes no weights: use 'hybrid' or 'standalone'")
-    of_config = [item.name for item in dataclasses.fields(AdapterConfig)]
-    for name in server_args:
-        if name in of_config:
-            raise BadInputError(f"{name} is no argument of a server: pass config=AdapterConfig({name}=...)")
-        if name in OF_ENGINE:
-            raise BadInputError(f"start_servers chooses {name} itself: leave it out")
     get_engine(config.engine_kind).validate_fleet_args(server_args)
 
 

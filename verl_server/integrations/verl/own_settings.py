@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.engine import with_common_names
-from verl_server.adapter.sglang.early_argument_check import PLACES, SGLANG_NAMES
 from verl_server.config import AdapterConfig, EngineKind, Timeouts, WeightsConfig
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import did_you_mean
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
@@ -26,14 +24,12 @@ _FULL_SECTION = f"engine_kwargs.{SECTION}"
 ADDED_BY_VERL = {"max_logprobs"}
 """Options that verl itself writes into the sections of its engines."""
 PARALLEL_SIZES = {
-    "tp_size": "tensor_model_parallel_size",
-    "dp_size": "data_parallel_size",
-    "ep_size": "expert_parallel_size",
-    "pp_size": "pipeline_model_parallel_size",
-}
+    "tp": "tensor_model_parallel_size", "tp_size": "tensor_model_parallel_size",
+    "tensor_parallel_size": "tensor_model_parallel_size", "dp": "data_parallel_size", "dp_size": "data_parallel_size",
+    "ep": "expert_parallel_size", "ep_size": "expert_parallel_size", "pp": "pipeline_model_parallel_size",
+    "pp_size": "pipeline_model_parallel_size", "pipeline_parallel_size": "pipeline_model_parallel_size",
+}  # fmt: skip
 """Arguments of the server that say how many GPUs it has, and the settings of verl that say it."""
-SIMILAR_SERVER_ARGUMENTS = {"dist_timeout", "download_dir", "mm_feature_transport", "port"}
-"""Arguments of the engines whose names are similar to a field of `OwnSettings`."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ def parse_own_settings(config: RolloutConfig) -> tuple[OwnSettings, Json]:
         raise BadInputError(f"{_FULL_SECTION} must be a mapping of names and values, got {section!r}")
     arguments = {str(name): value for name, value in section.items()}
     own = {name: arguments.pop(name) for name in _own_names() if name in arguments}
-    _refuse_names_of_no_server(arguments)
+    _refuse_parallel_sizes(arguments)
     for name in ("env", "timeouts"):
         given = own.get(name, {})
         if not isinstance(given, Mapping) or None in given.values():
@@ -128,31 +124,12 @@ def _refuse_other_sections(sections: Mapping[Any, Any]) -> None:
             raise BadInputError(f"{problem}: move {sorted(given)} to {_FULL_SECTION}")
 
 
-def _refuse_names_of_no_server(names: Iterable[str]) -> None:
-    """Raise BadInputError for a name that is neither a setting of this plugin nor an argument of the server.
-
-    The environment of the server, which has the list of all arguments, is not read.
-    """
-    own, timeouts = _own_names(), {each.name for each in dataclasses.fields(Timeouts)}
+def _refuse_parallel_sizes(names: Iterable[str]) -> None:
+    """Raise BadInputError for a number of GPUs, which verl's own setting says. Other names are left to the engine."""
     for name in names:
-        if setting := _parallel_setting(name):
+        if setting := name if name in PARALLEL_SIZES.values() else PARALLEL_SIZES.get(name):
             raise BadInputError(
                 f"{_FULL_SECTION}.{name} is refused, because verl lends each server the GPUs that its own setting "
                 f"says: set rollout.{setting}",
                 argument=name,
             )
-        if name in timeouts:
-            raise BadInputError(f"{name} is a timeout: write {_FULL_SECTION}.timeouts.{name}=SECONDS", argument=name)
-        if name in PLACES:
-            raise BadInputError(
-                f"the rollout {SECTION} has no setting {name!r}: leave {_FULL_SECTION}.{name} out. Its settings are "
-                f"{', '.join(own)}",
-                argument=name,
-            )
-        if name not in SIMILAR_SERVER_ARGUMENTS and (hint := did_you_mean(name, own)):
-            raise BadInputError(f"{_FULL_SECTION} has no setting {name!r}{hint}", argument=name)
-
-
-def _parallel_setting(name: str) -> str | None:
-    """The setting of verl for a number of GPUs, which has several names. None for other names."""
-    return name if name in PARALLEL_SIZES.values() else PARALLEL_SIZES.get(SGLANG_NAMES.get(name, name))
