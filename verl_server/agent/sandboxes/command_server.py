@@ -35,8 +35,6 @@ MAX_DEATH_S = 1.0
 DATA_FACTOR = 4
 PROCESS_FACTOR = 2
 """The kernel lets a sandbox have this many times its maximum of processes, until the command server has seen them."""
-MAKE_TIMEOUT_S = 20.0
-"""Maximum seconds to make a process namespace."""
 MOST_LIKELY_VICTIM = b"1000"
 """Value of `oom_score_adj`: if the memory of the machine is used up, the kernel kills commands before others."""
 MAX_DESCRIPTORS = 1 << 16
@@ -66,18 +64,17 @@ class CommandNamespace:
 
     def __init__(self, maker: socket.socket) -> None:
         maker.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        maker.settimeout(MAKE_TIMEOUT_S)
         self._maker = maker
-        self.first_process: int | None = None
-        """A child of the command server. When it ends, all processes of the namespace end. None after that."""
+        self.first_process = 0
+        """A child of the command server. When it ends, all processes of the namespace end."""
 
     def make(self) -> None:
-        """Let commands start in a new namespace. Raises OSError if the kernel refuses."""
+        """Let commands start in a new namespace. Raises RuntimeError if the kernel refuses."""
         self._maker.send(b"1")
         messages = self._maker.recvmsg(1, socket.CMSG_SPACE(4) + socket.CMSG_SPACE(12))[1]
         found = {kind: content for _, kind, content in messages}
         if socket.SCM_RIGHTS not in found:
-            raise OSError("the kernel has refused a process namespace for commands")
+            raise RuntimeError("no process namespace for commands can be made")
         (namespace,) = struct.unpack("i", found[socket.SCM_RIGHTS])
         enter_process_namespace(namespace)
         os.close(namespace)
@@ -153,9 +150,6 @@ class CommandServer:
                     self._kill_session(command.pid)
 
     def _start(self, request: Mapping[str, Any], content: bytes) -> None:
-        self._reap()
-        if self._namespace is not None and self._namespace.first_process is None:
-            self._namespace.make()
         while len(self._selector.get_map()) >= self._max_descriptors and self._background:
             self._close(next(iter(self._background)))  # the process gets SIGPIPE when it prints
         descriptors: list[int] = []
@@ -188,6 +182,11 @@ class CommandServer:
         with contextlib.suppress(OSError):
             os.pwrite(self._oom_score, MOST_LIKELY_VICTIM, 0)  # the child cannot: `/proc` is read-only for commands
         try:
+            return os.fork()
+        except OSError as error:
+            if self._namespace is None or error.errno != errno.ENOMEM:
+                raise
+            self._namespace.make()  # the first process has ended, and the kernel starts no others
             return os.fork()
         finally:
             with contextlib.suppress(OSError):
@@ -259,8 +258,6 @@ class CommandServer:
                 return
             if pid == 0:
                 return
-            if self._namespace is not None and pid == self._namespace.first_process:
-                self._namespace.first_process = None
             if (command := self._commands.pop(pid, None)) is not None:
                 code = os.waitstatus_to_exitcode(status)
                 self._answer(command, code if code >= 0 else SIGNAL_BASE - code)
@@ -319,7 +316,7 @@ class CommandServer:
         """Processor seconds of all processes so far."""
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         running = read_usage(self._list_processes(), self._proc) if usages is None else usages
-        if self._namespace is not None and self._namespace.first_process is not None:
+        if self._namespace is not None:
             running = [*running, *read_usage([self._namespace.first_process], self._proc)]  # has reaped others
         return ended.ru_utime + ended.ru_stime + sum(usage.cpu_s for usage in running)
 
@@ -345,7 +342,6 @@ class CommandServer:
             while self._list_processes() and time.monotonic() < deadline:
                 self._reap()  # now: those that have not ended would count as processes of the next command
                 time.sleep(0.001)
-            self._namespace.first_process = None
         else:
             kill_processes(running)
 

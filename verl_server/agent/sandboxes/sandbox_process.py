@@ -181,7 +181,7 @@ def _serve(
                 confined.append("read_only")
             namespace = CommandNamespace(maker)
             namespace.make()
-        except OSError:
+        except (OSError, RuntimeError):
             traceback.print_exc()
             return TRY_WITHOUT_NAMESPACES
         settings["env"]["TMPDIR"] = "/tmp"
