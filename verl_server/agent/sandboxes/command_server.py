@@ -34,7 +34,7 @@ MAX_DEATH_S = 1.0
 """Maximum seconds to wait until processes that were killed have ended."""
 DATA_FACTOR = 4
 PROCESS_FACTOR = 2
-"""The kernel lets a sandbox have this many times its maximum of processes, until the command server has seen them."""
+"""The kernel lets commands have this many times their maximum of processes, until the command server has seen them."""
 MOST_LIKELY_VICTIM = b"1000"
 """Value of `oom_score_adj`: if the memory of the machine is used up, the kernel kills commands before others."""
 MAX_DESCRIPTORS = 1 << 16
@@ -226,16 +226,13 @@ class CommandServer:
             resource.RLIMIT_DATA: DATA_FACTOR * self._limits["memory_bytes"],
             resource.RLIMIT_FSIZE: self._limits["max_file_bytes"],
         }
+        if self._counts_own_processes:
+            limits[resource.RLIMIT_NPROC] = PROCESS_FACTOR * self._limits["max_processes"]
         for kind, value in limits.items():
             hard = resource.getrlimit(kind)[1]
             value = min(value, MAX_LIMIT if hard == resource.RLIM_INFINITY else hard)
             resource.setrlimit(kind, (value, value))
         resource.setrlimit(resource.RLIMIT_NOFILE, self._open_files)
-        if self._counts_own_processes:
-            maximum = PROCESS_FACTOR * self._limits["max_processes"]
-            hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-            maximum = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
-            resource.setrlimit(resource.RLIMIT_NPROC, (maximum, maximum))
 
     # -- the end of commands --------------------------------------------------------------------------
 

@@ -68,22 +68,14 @@ def enter_namespaces(with_network: bool) -> list[str]:
     return []
 
 
-def make_process_namespace() -> None:
-    """Make a process namespace, of which the next child of this process is the first process. Raises OSError."""
-    _check(_libc.unshare(CLONE_NEWPID))
-
-
-def enter_process_namespace(namespace: int) -> None:
-    """Let later children of this process start in a process namespace. `namespace`: an open file. Raises OSError."""
-    _check(_libc.setns(namespace, CLONE_NEWPID))
+def enter_process_namespace(namespace: int | None) -> None:
+    """Let later children of this process start in an open process namespace. None: in a new one. Raises OSError."""
+    _check(_libc.unshare(CLONE_NEWPID) if namespace is None else _libc.setns(namespace, CLONE_NEWPID))
 
 
 def mount_own_processes(max_processes: int) -> None:
-    """Mount the `/proc` of this process's namespace read-only, instead of that of an earlier namespace.
-
-    Raises OSError if the kernel or a security module refuses.
-    """
-    _libc.umount2(b"/proc", MNT_DETACH)  # in a user namespace, the kernel keeps the machine's `/proc`
+    """Mount the `/proc` of this process's namespace read-only, and bound its processes. Raises OSError."""
+    _libc.umount2(b"/proc", MNT_DETACH)  # that of an earlier namespace, if there is one
     _mount("proc", "/proc", "proc", PROC_FLAGS)
     if kernel_version() >= (6, 14):  # older kernels have one value for the whole machine
         with contextlib.suppress(OSError):
@@ -92,10 +84,7 @@ def mount_own_processes(max_processes: int) -> None:
 
 
 def hide_processes() -> int:
-    """Take `/proc` away from the folders of this process and its children. Returns the open folder.
-
-    Raises OSError.
-    """
+    """Take the last mount of `/proc` away from this process and its children. Returns its open folder."""
     proc = os.open("/proc", os.O_RDONLY)
     _check(_libc.umount2(b"/proc", MNT_DETACH))
     return proc

@@ -141,10 +141,10 @@ def _enter_namespaces(settings: dict[str, Any], connection: socket.socket, launc
 def _start_first_process(replies: socket.socket, max_processes: int) -> int:
     """Start the first process of a new process namespace, which becomes a child of the command server.
 
-    It sends the namespace, or nothing if the kernel refuses. It reaps the processes that have lost their parents.
+    It sends the open namespace, or no file if the kernel refuses, and reaps processes that have lost their parents.
     """
     try:
-        confinement.make_process_namespace()
+        confinement.enter_process_namespace(None)
         if os.fork():
             return 0
         confinement.mount_own_processes(max_processes)
