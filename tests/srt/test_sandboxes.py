@@ -31,6 +31,7 @@ from verl_server.agent import (
     reward,
 )
 from verl_server.agent.sandboxes import local_sandbox
+from verl_server.agent.sandboxes.confinement import kernel_version
 from verl_server.errors import BadInputError, InfrastructureError
 from verl_server.trajectory import ChatRenderer
 
@@ -203,33 +204,180 @@ def test_limits_of_memory_processes_and_files() -> None:
     run_in_sandbox(body, limits)
 
 
-BOMB = """
-import os, time
-left, fill = os.pipe()
-os.set_blocking(left, False)
-os.write(fill, b"x" * 400)
-try:
-    while os.read(left, 1):
-        if os.fork() == 0:
-            os.setsid()
-except BlockingIOError:
-    time.sleep(10)
+COMETS = """
+import os, sys, time
+end = time.monotonic() + 10.0
+for _ in range(30):
+    if os.fork() == 0:
+        break
+trail = os.open("trail", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+while time.monotonic() < end:
+    os.write(trail, b".")
+    if os.fork():
+        os._exit(0)
 """
-"""A fork bomb that ends by itself: it forks 400 times, and its processes end after 10 seconds."""
+"""31 processes, each of which goes on as its own child all the time. They end after 10 seconds."""
 
 
-def test_a_fork_bomb_is_killed_at_once() -> None:
-    """Its processes fork while they are killed, so a list of them is always old."""
+def test_processes_that_fork_all_the_time_are_killed_in_one_step() -> None:
+    """A list of them is old before it has been read."""
 
-    async def body(box: LocalSandbox) -> Any:
-        result = await box.run([sys.executable, "-c", BOMB], timeout_s=30.0)
-        left = await box.run("sleep 0.5; ls /proc | grep -c '^[0-9]'")
-        return result.exceeded, left, "processes" in box.confined
-
-    exceeded, left, has_namespace = run_in_sandbox(body, SandboxLimits(max_processes=20))
-    assert exceeded == "processes"
-    if has_namespace:
+    async def body(box: LocalSandbox) -> None:
+        assert box.folder is not None
+        await box.run([sys.executable, "-c", COMETS], timeout_s=30.0)  # its first process ends at once, without a limit
+        trail = box.folder / "trail"
+        await asyncio.to_thread(wait_until, trail.exists, 10.0, "no process has started")
+        size = -1
+        while size < trail.stat().st_size:
+            assert time.monotonic() < deadline, "the processes go on"
+            size = trail.stat().st_size
+            await asyncio.sleep(0.3)
+        left = await box.run("ls /proc | grep -c '^[0-9]'")
         assert (left.exceeded, int(left.stdout) < 10) == (None, True), left
+
+    deadline = time.monotonic() + 6.0
+    run_in_sandbox(body, SandboxLimits(max_processes=30))
+
+
+BOMB = """
+import os, pathlib, time
+pathlib.Path("ready").touch()
+while not os.path.exists("go"):
+    time.sleep(0.01)
+made = 0
+for _ in range(800):
+    try:
+        if os.fork() == 0:
+            time.sleep(10)
+            os._exit(0)
+    except BlockingIOError:
+        break
+    made += 1
+pathlib.Path("made.new").write_text(str(made))
+os.rename("made.new", "made")
+time.sleep(10)
+"""
+"""A fork bomb of at most 800 processes, which end after 10 seconds."""
+
+
+def has_bounded_processes() -> bool:
+    """Whether this kernel bounds the processes of a sandbox by itself."""
+    return kernel_version() >= ((6, 14) if os.getuid() == 0 else (5, 14))
+
+
+@pytest.mark.skipif(not has_bounded_processes(), reason="the kernel does not bound the processes of a namespace")
+def test_a_fork_bomb_is_bounded_while_the_command_server_waits_for_the_processor() -> None:
+    async def body(box: LocalSandbox) -> None:
+        assert box.folder is not None
+        machine_maximum = Path("/proc/sys/kernel/pid_max").read_text()
+        bomb = asyncio.create_task(box.run([sys.executable, "-c", BOMB], timeout_s=30.0))
+        await asyncio.to_thread(wait_until, (box.folder / "ready").exists, 10.0, "the bomb has not started")
+        server = command_server_of(box)
+        server.suspend()
+        try:
+            (box.folder / "go").touch()
+            await asyncio.to_thread(wait_until, (box.folder / "made").exists, 20.0, "the bomb goes on")
+            async with LocalSandbox() as neighbour:
+                assert (await neighbour.run("echo works")).stdout == "works\n"
+        finally:
+            server.resume()
+        assert (await bomb).exceeded == "processes"
+        assert 20 < int((box.folder / "made").read_text()) < 400
+        assert (await box.run("echo next")).stdout == "next\n"
+        assert Path("/proc/sys/kernel/pid_max").read_text() == machine_maximum
+
+    run_in_sandbox(body, SandboxLimits(max_processes=20))
+
+
+ATTACKS = {
+    "limits of others": "for pid in pids:\n for kind in range(16):\n  attempt(resource.prlimit, pid, kind, (0, 0))",
+    "signals to others": (
+        "for pid in (*pids, -1):\n"
+        " for number in (9, 19, 15, 6, 11):\n  attempt(os.kill, pid, number); attempt(libc.tgkill, pid, pid, number)"
+    ),
+    "tracing": "for pid in pids:\n attempt(libc.ptrace, 0x4206, pid, 0, 0); attempt(libc.ptrace, 16, pid, 0, 0)",
+    "files of processes": (
+        "for pid in pids:\n for name in ('oom_score_adj', 'mem', 'clear_refs', 'comm', 'timerslack_ns', 'uid_map'):\n"
+        "  attempt(lambda: open(f'/proc/{pid}/{name}', 'r+b', buffering=0).write(b'1000'))"
+    ),
+    "the scheduler": (
+        "attempt(os.setpriority, os.PRIO_USER, os.getuid(), 19)\n"
+        "for pid in pids:\n attempt(os.setpriority, os.PRIO_PROCESS, pid, 19)\n"
+        " attempt(os.sched_setaffinity, pid, {0})\n"
+        " attempt(os.sched_setscheduler, pid, os.SCHED_IDLE, os.sched_param(0))"
+    ),
+    "pidfds": (
+        "for pid in pids:\n"
+        " for number in range(20):\n  attempt(lambda: libc.syscall(438, os.pidfd_open(pid), number, 0))\n"
+        " attempt(lambda: signal.pidfd_send_signal(os.pidfd_open(pid), 9))"
+    ),
+    "memory of others": "for pid in pids:\n attempt(libc.process_vm_writev, pid, vector, 1, vector, 1, 0)",
+    "its own descriptors": "os.closerange(0, 100)\nattempt(lambda: [os.open('/dev/null', 0) for _ in range(30_000)])",
+    "all processes": "attempt(lambda: [os.fork() or time.sleep(5) for _ in range(500)])",
+    "memory": (
+        "files = [os.memfd_create(str(n)) for n in range(4)]\nfor file in files:\n os.write(file, bytes(20 << 20))\n"
+        "attempt(lambda: open('/dev/shm/full', 'wb').write(bytes(80 << 20)))\n"
+        "attempt(lambda: open('/tmp/full', 'wb').write(bytes(80 << 20)))\nheld = b'x' * (300 << 20)\ntime.sleep(5)"
+    ),
+    "a reaper that works": (  # the first process of the namespace may use one second of the processor
+        "attempt(resource.prlimit, 1, resource.RLIMIT_CPU, (1, 1))\nend = time.monotonic() + 1.0\n"
+        "while time.monotonic() < end:\n if os.fork() == 0:\n  os.fork()\n  os._exit(0)\n os.wait()"
+    ),
+}
+ATTACK = """
+import contextlib, ctypes, os, resource, signal, sys, time
+libc, vector, pids = ctypes.CDLL(None), bytes(16), [pid for pid in range(64) if pid != os.getpid()]
+
+def attempt(function, *args):
+    with contextlib.suppress(OSError, ValueError, MemoryError):
+        function(*args)
+
+exec(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_command_cannot_end_its_sandbox(attack: str) -> None:
+    """Otherwise a policy could choose which of its samples count: those of a failed sandbox are attempted again."""
+    limits = SandboxLimits(memory_bytes=200 << 20, max_processes=100, max_file_bytes=64 << 20)
+
+    async def body(box: LocalSandbox) -> None:
+        many = (
+            "for n in $(seq 60); do (sleep 0.01 &); done; seq 100000 | tail -1"  # work for all that the attack reaches
+        )
+        for _ in range(2):
+            await box.run([sys.executable, "-c", ATTACK, ATTACKS[attack]], timeout_s=10.0)
+            results = [await box.run(many, stdin="x" * 1_000_000) for _ in range(3)]
+            # The first process of the namespace may end at its work, and the command with it.
+            assert {result.exit_code for result in results} <= {0, 128 + signal.SIGKILL}, results
+            assert "100000\n" in [result.stdout for result in results], results
+
+    run_in_sandbox(body, limits)
+
+
+def test_a_sandbox_goes_on_after_the_end_of_its_first_process() -> None:
+    async def body(box: LocalSandbox) -> None:
+        num_mounts = (await box.run("wc -l < /proc/mounts; touch kept")).stdout
+        for _ in range(5):
+            running = asyncio.create_task(box.run("sleep 4078"))
+            await asyncio.to_thread(wait_until, lambda: bool(processes_with("4078")), 10.0, "not started")
+            first = next(p for p in command_server_of(box).children() if p.status() != "zombie" and p.name() != "sleep")
+            first.kill()
+            result = await running
+            assert (result.exit_code, result.exceeded) == (128 + signal.SIGKILL, None)
+            assert (await box.run("ls; echo $$ > file; cat /proc/$(cat file)/comm; rm file")).stdout == "kept\nbash\n"
+        assert (await box.run("wc -l < /proc/mounts")).stdout == num_mounts
+
+    run_in_sandbox(body)
+
+
+def test_the_kernel_kills_commands_first_when_the_memory_is_used_up() -> None:
+    async def body(box: LocalSandbox) -> None:
+        assert (await box.run("cat /proc/self/oom_score_adj")).stdout == "1000\n"
+        own = Path("/proc/self/oom_score_adj").read_text()
+        assert Path(f"/proc/{command_server_of(box).pid}/oom_score_adj").read_text() == own
+
+    run_in_sandbox(body)
 
 
 def test_of_a_long_output_the_middle_is_left_out() -> None:
@@ -370,8 +518,7 @@ def test_many_commands_with_few_descriptors() -> None:
 def test_a_command_server_does_not_grow() -> None:
     async def body(box: LocalSandbox) -> None:
         async def memory() -> int:
-            (server,) = psutil.Process(launcher_of(box)).children()[0].children()
-            return server.memory_info().rss
+            return command_server_of(box).memory_info().rss
 
         for _ in range(5):
             await box.run("head -c 2000000 /dev/zero")
@@ -431,6 +578,13 @@ def launcher_of(box: LocalSandbox) -> int:
     assert box.folder is not None
     folder = str(box.folder.parent)
     return next(pid for pid in processes_with(folder) if psutil.Process(pid).ppid() == os.getpid())
+
+
+def command_server_of(box: LocalSandbox) -> psutil.Process:
+    """The command server of a sandbox in namespaces."""
+    (entered,) = psutil.Process(launcher_of(box)).children()
+    (server,) = entered.children()
+    return server
 
 
 def test_a_command_server_that_is_killed_ends_commands_with_an_infrastructure_error() -> None:

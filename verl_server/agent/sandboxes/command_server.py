@@ -1,4 +1,4 @@
-"""The first process of a local sandbox: it runs commands, enforces the limits and ends when the trainer ends.
+"""The command server of a local sandbox: it runs commands, enforces the limits and ends when the trainer ends.
 
 The trainer sends frames (`frames.py`): `{"run": id, "command", "env", "cwd", "timeout_s"}` with the standard input, or
 `{"cancel": id}`. Each command is answered by `{"id", "exit_code", "exceeded", "stdout_bytes"}` with both outputs. The
@@ -15,15 +15,17 @@ import resource
 import selectors
 import signal
 import socket
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.agent.sandboxes.bounded_output import OutputPipe
-from verl_server.agent.sandboxes.confinement import PR_SET_PDEATHSIG, call_prctl
+from verl_server.agent.sandboxes.confinement import PR_SET_PDEATHSIG, call_prctl, enter_process_namespace
 from verl_server.agent.sandboxes.frames import FrameBuffer, encode_frame
 from verl_server.agent.sandboxes.process_usage import ProcessUsage, read_usage
+from verl_server.server.warden.process_tree import list_descendants
 
 CHUNK_BYTES = 1 << 18
 CHECK_INTERVAL_S = 0.05
@@ -31,6 +33,10 @@ CHECK_INTERVAL_S = 0.05
 MAX_DEATH_S = 1.0
 """Maximum seconds to wait until processes that were killed have ended."""
 DATA_FACTOR = 4
+PROCESS_FACTOR = 2
+"""The kernel lets commands have this many times their maximum of processes, until the command server has seen them."""
+MOST_LIKELY_VICTIM = b"1000"
+"""Value of `oom_score_adj`: if the memory of the machine is used up, the kernel kills commands before others."""
 MAX_DESCRIPTORS = 1 << 16
 RESERVED_DESCRIPTORS = 24
 """Number of file descriptors of this process that are no outputs of commands."""
@@ -50,12 +56,53 @@ class Command:
     exceeded: str | None = None
 
 
-class CommandServer:
-    """Runs the commands of one sandbox. `limits`: the fields of `SandboxLimits`."""
+class CommandNamespace:
+    """The process namespace in which commands run, and in which the command server is not.
 
-    def __init__(self, connection: socket.socket, limits: Mapping[str, Any], env: Mapping[str, str]) -> None:
+    `maker`: socket of the process that makes a namespace at each message.
+    """
+
+    def __init__(self, maker: socket.socket) -> None:
+        maker.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._maker = maker
+        self.first_process = 0
+        """A child of the command server. When it ends, all processes of the namespace end."""
+
+    def make(self) -> None:
+        """Let commands start in a new namespace. Raises RuntimeError if the kernel refuses."""
+        self._maker.send(b"1")
+        messages = self._maker.recvmsg(1, socket.CMSG_SPACE(4) + socket.CMSG_SPACE(12))[1]
+        found = {kind: content for _, kind, content in messages}
+        if socket.SCM_RIGHTS not in found:
+            raise RuntimeError("no process namespace for commands can be made")
+        (namespace,) = struct.unpack("i", found[socket.SCM_RIGHTS])
+        enter_process_namespace(namespace)
+        os.close(namespace)
+        self.first_process = struct.unpack("3i", found[socket.SCM_CREDENTIALS])[0]
+
+
+class CommandServer:
+    """Runs the commands of one sandbox.
+
+    `limits`: the fields of `SandboxLimits`. `proc`: the open folder `/proc` of this process. `oom_score`: its open file
+    `oom_score_adj`. `namespace`: None if the kernel has no namespaces. `counts_own_processes`: whether RLIMIT_NPROC
+    counts the processes of the sandbox only.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        limits: Mapping[str, Any],
+        env: Mapping[str, str],
+        proc: int,
+        oom_score: int,
+        namespace: CommandNamespace | None,
+        counts_own_processes: bool,
+    ) -> None:
         connection.setblocking(False)
         self._connection, self._limits, self._env = connection, limits, dict(env)
+        self._proc, self._namespace, self._counts_own_processes = proc, namespace, counts_own_processes
+        self._oom_score, self._own_oom_score = oom_score, os.pread(oom_score, 16, 0)
         self._incoming, self._outgoing = FrameBuffer(), bytearray()
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, self._exchange)
@@ -75,7 +122,7 @@ class CommandServer:
     def serve(self) -> None:
         """Serve requests until the trainer closes the socket or ends."""
         while self._is_open:
-            is_idle = not self._commands and not list_other_processes()
+            is_idle = not self._commands and not self._list_processes()
             for key, _ in self._selector.select(None if is_idle else CHECK_INTERVAL_S):
                 key.data() if key.data else os.read(key.fd, CHUNK_BYTES)
             self._reap()
@@ -112,7 +159,7 @@ class CommandServer:
             descriptors += os.pipe()
             descriptors += os.pipe()
             stdin, stdout, stdout_end, stderr, stderr_end = descriptors
-            pid = os.fork()
+            pid = self._fork()
         except OSError as error:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -130,6 +177,20 @@ class CommandServer:
             command.outputs.append(output)
             self._selector.register(descriptor, selectors.EVENT_READ, functools.partial(self._read, output))
         self._commands[pid] = command
+
+    def _fork(self) -> int:
+        with contextlib.suppress(OSError):
+            os.pwrite(self._oom_score, MOST_LIKELY_VICTIM, 0)  # the child cannot: `/proc` is read-only for commands
+        try:
+            return os.fork()
+        except OSError as error:
+            if self._namespace is None or error.errno != errno.ENOMEM:
+                raise
+            self._namespace.make()  # the first process has ended, and the kernel starts no others
+            return os.fork()
+        finally:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._oom_score, self._own_oom_score, 0)
 
     def _require_descriptors(self) -> None:
         """Raise OSError if the outputs of running commands leave no file descriptors for another command."""
@@ -165,6 +226,8 @@ class CommandServer:
             resource.RLIMIT_DATA: DATA_FACTOR * self._limits["memory_bytes"],
             resource.RLIMIT_FSIZE: self._limits["max_file_bytes"],
         }
+        if self._counts_own_processes:
+            limits[resource.RLIMIT_NPROC] = PROCESS_FACTOR * self._limits["max_processes"]
         for kind, value in limits.items():
             hard = resource.getrlimit(kind)[1]
             value = min(value, MAX_LIMIT if hard == resource.RLIM_INFINITY else hard)
@@ -227,11 +290,11 @@ class CommandServer:
     # -- limits ---------------------------------------------------------------------------------------
 
     def _enforce_limits(self) -> None:
-        running, now = list_other_processes(), time.monotonic()
-        if len(running) > 2 * self._limits["max_processes"]:  # at once: thousands take long to read
+        running, now = self._list_processes(), time.monotonic()
+        if len(running) > self._limits["max_processes"]:  # at once: thousands take long to read
             self._kill_all(running, "processes")
             return
-        usages = read_usage(running)
+        usages = read_usage(running, self._proc)
         self._kill_sessions(usages)
         if sum(usage.memory_bytes for usage in usages) > self._limits["memory_bytes"]:
             self._kill_all(running, "memory")
@@ -249,22 +312,33 @@ class CommandServer:
     def _used_cpu_s(self, usages: Sequence[ProcessUsage] | None = None) -> float:
         """Processor seconds of all processes so far."""
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        running = read_usage(list_other_processes()) if usages is None else usages
+        running = read_usage(self._list_processes(), self._proc) if usages is None else usages
+        if self._namespace is not None:
+            running = [*running, *read_usage([self._namespace.first_process], self._proc)]  # has reaped others
         return ended.ru_utime + ended.ru_stime + sum(usage.cpu_s for usage in running)
+
+    def _list_processes(self) -> list[int]:
+        """The processes of commands, also those that have not been reaped."""
+        if self._namespace is None:
+            return list_descendants(os.getpid())
+        others = {os.getpid(), self._namespace.first_process}
+        return [int(entry) for entry in os.listdir(self._proc) if entry.isdigit() and int(entry) not in others]
 
     def _kill_all(self, running: Sequence[int], exceeded: str) -> None:
         """Kill all processes of the sandbox. Those that fork all the time leave any list of processes behind.
 
-        The kernel ends all processes of the namespace in one step, in which none of them can fork.
+        The kernel ends all processes of the namespace in one step, in which none of them can fork, and also the first
+        process of the commands' namespace. The next command starts in a new one.
         """
         for command in self._commands.values():
             command.exceeded = command.exceeded or exceeded
-        if os.getpid() == 1:
+        if self._namespace is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
             deadline = time.monotonic() + MAX_DEATH_S
-            while list_other_processes() and time.monotonic() < deadline:
+            while self._list_processes() and time.monotonic() < deadline:
                 self._reap()  # now: those that have not ended would count as processes of the next command
+                time.sleep(0.001)
         else:
             kill_processes(running)
 
@@ -273,7 +347,7 @@ class CommandServer:
         self._killed.add(leader)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)  # in one step: those that fork all the time leave a list behind
-        self._kill_sessions(read_usage(list_other_processes()) if usages is None else usages)
+        self._kill_sessions(read_usage(self._list_processes(), self._proc) if usages is None else usages)
 
     def _kill_sessions(self, usages: Sequence[ProcessUsage]) -> None:
         members = [usage for usage in usages if usage.session in self._killed]
@@ -300,15 +374,6 @@ def _pipe_of_ended_children() -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     return read_end
-
-
-def list_other_processes() -> list[int]:
-    """The processes of the sandbox without this one: all in its process namespace, or else all below this process."""
-    if os.getpid() == 1:
-        return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and entry != "1"]
-    from verl_server.server.warden.process_tree import list_descendants
-
-    return list_descendants(os.getpid())
 
 
 def kill_processes(pids: Sequence[int]) -> None:

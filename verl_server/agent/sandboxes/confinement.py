@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import platform
+import re
 import socket
 import struct
 from collections.abc import Sequence
@@ -22,7 +23,8 @@ _libc.syscall.restype = ctypes.c_long
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
-MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x2, 0x4, 0x8
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 0x1, 0x2, 0x4, 0x8, 0x20
+MNT_DETACH = 0x2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 0x1
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
@@ -35,6 +37,9 @@ SCOPES = 0b11
 KEYCTL = {"x86_64": 250, "aarch64": 219}
 KEYCTL_JOIN_SESSION_KEYRING = 1
 WRITABLE_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/ptmx")
+PROC_FLAGS = MS_NOSUID | MS_NODEV | MS_NOEXEC
+RESERVED_PIDS = 300
+"""Process ids that Linux does not use again, after the first time."""
 SHARED_MEMORY_BYTES = 64 << 20
 """Size of `/dev/shm` in a sandbox, as in a container of Docker."""
 
@@ -63,6 +68,34 @@ def enter_namespaces(with_network: bool) -> list[str]:
     return []
 
 
+def enter_process_namespace(namespace: int | None) -> None:
+    """Let later children of this process start in an open process namespace. None: in a new one. Raises OSError."""
+    _check(_libc.unshare(CLONE_NEWPID) if namespace is None else _libc.setns(namespace, CLONE_NEWPID))
+
+
+def mount_own_processes(max_processes: int) -> None:
+    """Mount the `/proc` of this process's namespace read-only, and bound its processes. Raises OSError."""
+    _libc.umount2(b"/proc", MNT_DETACH)  # that of an earlier namespace, if there is one
+    _mount("proc", "/proc", "proc", PROC_FLAGS)
+    if kernel_version() >= (6, 14):  # older kernels have one value for the whole machine
+        with contextlib.suppress(OSError):
+            Path("/proc/sys/kernel/pid_max").write_text(str(RESERVED_PIDS + max_processes))
+    _mount("", "/proc", "", MS_REMOUNT | MS_BIND | MS_RDONLY | PROC_FLAGS)
+
+
+def hide_processes() -> int:
+    """Take the last mount of `/proc` away from this process and its children. Returns its open folder."""
+    proc = os.open("/proc", os.O_RDONLY)
+    _check(_libc.umount2(b"/proc", MNT_DETACH))
+    return proc
+
+
+def kernel_version() -> tuple[int, int]:
+    """The two first numbers of the version of Linux."""
+    major, minor = platform.release().split(".")[:2]
+    return int(major), int(re.sub(r"\D.*", "", minor))
+
+
 def mount_private_folders(work: str, temporary: str, *, hides_sockets: bool) -> list[str]:
     """Mount `temporary` as `/tmp`, and a new `/proc`, `/dev/shm` and `/dev/pts`. `work` keeps its path.
 
@@ -72,7 +105,7 @@ def mount_private_folders(work: str, temporary: str, *, hides_sockets: bool) -> 
     folders = [os.open(folder, os.O_PATH | os.O_DIRECTORY) for folder in (work, temporary)]
     try:
         _mount("none", "/", "", MS_REC | MS_PRIVATE)
-        _mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+        _mount("proc", "/proc", "proc", PROC_FLAGS)
         _mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, f"size={SHARED_MEMORY_BYTES},mode=1777")
         if hides_sockets and os.path.isdir("/run"):
             _mount("tmpfs", "/run", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0755")

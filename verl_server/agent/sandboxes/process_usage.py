@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -23,14 +24,14 @@ class ProcessUsage:
     """Resident memory. Pages that processes share are counted for each of them."""
 
 
-def read_usage(pids: list[int]) -> list[ProcessUsage]:
-    """The processes of these ids that have not ended."""
-    return [usage for pid in pids if (usage := _read_process(pid)) is not None]
+def read_usage(pids: Sequence[int], proc: int) -> list[ProcessUsage]:
+    """The processes of these ids that have not ended. `proc`: the open folder `/proc` in which they have the ids."""
+    return [usage for pid in pids if (usage := _read_process(pid, proc)) is not None]
 
 
-def _read_process(pid: int) -> ProcessUsage | None:
+def _read_process(pid: int, proc: int) -> ProcessUsage | None:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
+        with open(os.open(f"{pid}/stat", os.O_RDONLY, dir_fd=proc), "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None

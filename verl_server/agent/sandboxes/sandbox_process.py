@@ -4,6 +4,10 @@ The launcher makes the folder of the sandbox and stays outside of the namespaces
 child enters the namespaces, and the child of that child, the first process of the process namespace, becomes the
 command server. When one of them ends, the kernel ends the next one with SIGKILL, and with the command server all
 processes of the namespace.
+
+Commands run in a second process namespace within the first one, so they have no name for the command server: they
+cannot signal, trace, limit or slow it down. They can end the first process of their own namespace, and all processes in
+it. The command server then asks for another namespace, which the child of the launcher makes.
 """
 
 from __future__ import annotations
@@ -20,12 +24,9 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_server.agent.sandboxes import confinement
-from verl_server.agent.sandboxes.command_server import (
-    CommandServer,
-    kill_processes,
-    list_other_processes,
-)
+from verl_server.agent.sandboxes.command_server import PROCESS_FACTOR, CommandNamespace, CommandServer, kill_processes
 from verl_server.agent.sandboxes.frames import FrameBuffer, encode_frame
+from verl_server.server.warden.process_tree import list_descendants
 
 START = -1
 """Id of the answer to the start."""
@@ -34,8 +35,6 @@ TRY_WITHOUT_NAMESPACES = 77
 SHARED_FOLDERS = ("/dev/shm", "/dev/pts")
 """Folders of the machine that commands may write if they have none of their own: programs need them."""
 END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-MOST_LIKELY_VICTIM = "1000"
-"""Value of `oom_score_adj`: if the memory of the machine is used up, the kernel kills commands before the trainer."""
 
 
 def main(folder: str) -> None:
@@ -71,7 +70,7 @@ def _run() -> None:
     _die_with_parent(settings["trainer_pid"], signal.SIGTERM)
     code = _wait(_fork(lambda: _enter_namespaces(settings, connection, launcher)))
     if code == TRY_WITHOUT_NAMESPACES:
-        _wait(_fork(lambda: _serve(settings, connection, [])))
+        _wait(_fork(lambda: _serve(settings, connection, [], None)))
     connection.close()
 
 
@@ -130,24 +129,59 @@ def _enter_namespaces(settings: dict[str, Any], connection: socket.socket, launc
     if not confined:
         return TRY_WITHOUT_NAMESPACES
     _die_with_parent(launcher, signal.SIGKILL)  # entering a user namespace clears the parent-death signal
-    child = _fork(lambda: _serve(settings, connection, confined))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = _fork(lambda: _serve(settings, connection, confined, theirs))
     connection.close()
+    theirs.close()
+    while ours.recv(1):
+        _wait(_fork(lambda: _start_first_process(ours, PROCESS_FACTOR * settings["limits"]["max_processes"])))
     return _wait(child)
 
 
-def _serve(settings: dict[str, Any], connection: socket.socket, confined: list[str]) -> int:
-    """Confine this process and serve requests."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(MOST_LIKELY_VICTIM)
+def _start_first_process(replies: socket.socket, max_processes: int) -> int:
+    """Start the first process of a new process namespace, which becomes a child of the command server.
+
+    It sends the open namespace, or no file if the kernel refuses, and reaps processes that have lost their parents.
+    """
+    try:
+        confinement.enter_process_namespace(None)
+        if os.fork():
+            return 0
+        confinement.mount_own_processes(max_processes)
+        namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        confinement.call_prctl(confinement.PR_SET_DUMPABLE, 0)
+        socket.send_fds(replies, [b"1"], [namespace])
+    except OSError:
+        traceback.print_exc()
+        replies.send(b"0")
+        return 1
+    replies.close()
+    os.close(namespace)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    while True:
+        signal.sigwait([signal.SIGCHLD])
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _serve(
+    settings: dict[str, Any], connection: socket.socket, confined: list[str], maker: socket.socket | None
+) -> int:
+    """Confine this process and serve requests. `maker`: makes process namespaces."""
     writable = [settings["folder"], *SHARED_FOLDERS]
-    if confined:
+    proc, namespace = os.open("/proc", os.O_RDONLY), None
+    if maker is not None:
         try:
             writable = confinement.mount_private_folders(
                 settings["work"], settings["temporary"], hides_sockets=not settings["network"]
             )
+            proc = confinement.hide_processes()
             if confinement.mount_read_only(writable):
                 confined.append("read_only")
-        except OSError:
+            namespace = CommandNamespace(maker)
+            namespace.make()
+        except (OSError, RuntimeError):
             traceback.print_exc()
             return TRY_WITHOUT_NAMESPACES
         settings["env"]["TMPDIR"] = "/tmp"
@@ -156,18 +190,20 @@ def _serve(settings: dict[str, Any], connection: socket.socket, confined: list[s
     confinement.call_prctl(confinement.PR_SET_CHILD_SUBREAPER)
     confinement.leave_keyring()
     confinement.drop_privileges()
+    oom_score = os.open("self/oom_score_adj", os.O_RDWR, dir_fd=proc)
     if confinement.restrict_writes([*writable, *confinement.WRITABLE_DEVICES]):
         confined.append("writes")
     confinement.call_prctl(confinement.PR_SET_DUMPABLE, 0)  # commands cannot trace this process
     os.chdir(settings["work"])
     connection.sendall(encode_frame({"id": START, "confined": confined}))
-    CommandServer(connection, settings["limits"], settings["env"]).serve()
+    counts_own = "user" in confined and confinement.kernel_version() >= (5, 14)
+    CommandServer(connection, settings["limits"], settings["env"], proc, oom_score, namespace, counts_own).serve()
     return 0
 
 
 def _kill_descendants() -> None:
     """Kill all processes below this process. Without a process namespace, the kernel does not end them."""
-    while running := list_other_processes():
+    while running := list_descendants(os.getpid()):
         kill_processes(running)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
