@@ -8,7 +8,7 @@ intermediate]. `save_pretrained` converts them back. This module calls the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,24 @@ class CheckpointNames:
         used = {new for name, tensor in tensors.items() for new in self.specs(name, TensorSpec.of(tensor))}
         tied = set(getattr(model, "_tied_weights_keys", None) or ())
         return frozenset(checkpoint).difference(used) if used <= {*checkpoint, *tied} else frozenset()
+
+    def may_be_tied(self, first: str, second: str) -> bool:
+        """Whether models of this family may have one parameter for both names: an output head and its embedding.
+
+        The names are those of the model or of checkpoints. False if the model cannot be built.
+        """
+        try:
+            tied = getattr(self.model, "_tied_weights_keys", None)
+        except (BadInputError, UnsupportedError):
+            return False
+
+        def checkpoint_name(name: str) -> str:
+            spec = self._model_specs.get(name)
+            return name if spec is None else next(iter(self.specs(name, spec)))
+
+        pairs = tied.items() if isinstance(tied, Mapping) else ()  # transformers 4 has names without their partners
+        names = {checkpoint_name(first), checkpoint_name(second)}
+        return any({checkpoint_name(head), checkpoint_name(source)} == names for head, source in pairs)
 
     @property
     def model_names(self) -> Collection[str]:
