@@ -108,8 +108,9 @@ class Manifest:
         if unserved := sorted(self.unserved.intersection(names)):
             raise WeightManifestError(
                 f"the model class of the inference engine ignores {len(unserved)} of the tensors, for example "
-                f"{unserved[0]!r}, as an earlier update has shown: the policy that it serves is another one than the "
-                "trainer's. Use a model that the engine computes completely, or leave these tensors out",
+                f"{unserved[0]!r}, as an earlier update has shown. If the trainer's model does not use them either, "
+                "leave them out. Otherwise the policy that it serves is another one: use a model that the engine "
+                "computes completely",
                 name=unserved[0],
             )
 
