@@ -167,9 +167,9 @@ def test_a_prefix_of_fused_experts_is_explained(prefix: str, tiny: Callable[...,
         ("DTensor", "'x' is on the meta device and has no values"),
         (torch.ones(0), r"shape \[0\], .*ZeRO-3.*GatheredParameters"),
         (torch.ones(6, 1, dtype=torch.uint8), "Quantized weights .* are packed: push the dequantized tensor"),
-        (torch.ones(5, 4), "If the vocabulary was resized or padded: push only the rows"),
+        (torch.ones(5, 4), r"'x' has shape \[5, 4\], the model expects \[3, 4\]$"),
     ],
-    ids=["meta", "sparse", "float8", "int", "meta DTensor", "ZeRO-3", "packed", "resized"],
+    ids=["meta", "sparse", "float8", "int", "meta DTensor", "ZeRO-3", "packed", "rows"],
 )
 def test_tensors_that_cannot_be_copied_are_refused_by_name(tensor: Any, message: str, one_rank: DeviceMesh) -> None:
     spec, staged = TensorSpec((3, 4), "float32"), torch.zeros(3, 4)
@@ -180,6 +180,15 @@ def test_tensors_that_cannot_be_copied_are_refused_by_name(tensor: Any, message:
     with pytest.raises(errors.WeightManifestError, match=message):
         writer_for(staged, spec).write(iter([("x", tensor)]))
     assert not staged.any()
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_a_resized_vocabulary_is_named_for_the_embedding_and_the_head(name: str, tiny: Callable[..., Path]) -> None:
+    manifest = read_manifest({"model_path": str(tiny("qwen3"))})
+    expected = manifest.tensors[name].shape
+    with pytest.raises(errors.WeightManifestError) as raised:
+        TensorSource({name: torch.zeros(expected[0] + 8, expected[1])}, manifest, check_finite=False)
+    assert ("If the vocabulary was resized or padded: push only the rows" in str(raised.value)) is ("mlp" not in name)
 
 
 def parts_of(values: torch.Tensor) -> dict[str, Any]:

@@ -77,23 +77,23 @@ class CheckpointNames:
         tied = set(getattr(model, "_tied_weights_keys", None) or ())
         return frozenset(checkpoint).difference(used) if used <= {*checkpoint, *tied} else frozenset()
 
-    def may_be_tied(self, first: str, second: str) -> bool:
-        """Whether models of this family may have one parameter for both names: an output head and its embedding.
+    @cached_property
+    def vocabularies(self) -> list[set[str]]:
+        """Names of checkpoints of each output head and its embedding, which may be one parameter in the trainer.
 
-        The names are those of the model or of checkpoints. False if the model cannot be built.
+        Empty if the model cannot be built.
         """
         try:
             tied = getattr(self.model, "_tied_weights_keys", None)
         except (BadInputError, UnsupportedError):
-            return False
-
-        def checkpoint_name(name: str) -> str:
-            spec = self._model_specs.get(name)
-            return name if spec is None else next(iter(self.specs(name, spec)))
-
+            return []
         pairs = tied.items() if isinstance(tied, Mapping) else ()  # transformers 4 has names without their partners
-        names = {checkpoint_name(first), checkpoint_name(second)}
-        return any({checkpoint_name(head), checkpoint_name(source)} == names for head, source in pairs)
+        return [{self.checkpoint_name(name) for name in pair} for pair in pairs]
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name that the checkpoint has for the trainer's tensor `name`, or the first of its parts."""
+        spec = self._model_specs.get(name)
+        return name if spec is None else next(iter(self.specs(name, spec)))
 
     @property
     def model_names(self) -> Collection[str]:

@@ -121,12 +121,11 @@ def check_tensor(
 def _require_own_memory(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
     """Raise BadInputError if two tensors have an element in common, as those of a generator that reuses a buffer have.
 
-    Parts of one tensor without a common element are legal, also interleaved ones such as its columns. So is one
-    parameter under two names that models of this family tie, whatever the checkpoint does.
+    Parts of one tensor without a common element are legal, also interleaved ones such as its columns. So is an
+    output head that the trainer has tied to its embedding, whatever the checkpoint does.
     """
     import numpy as np
 
-    names = manifest.checkpoint_names
     starts = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor.numel() > 0}
     # A tensor of a subclass that consists of others, for example quantized ones, has no memory of its own: 0.
     spans = sorted((str(tensors[name].device), start, name) for name, start in starts.items() if start)
@@ -140,7 +139,7 @@ def _require_own_memory(tensors: Mapping[str, torch.Tensor], manifest: Manifest)
         for _, earlier in reaching:
             other = tensors[earlier]
             is_equal = TensorSpec.of(tensor) == TensorSpec.of(other) and tensor.stride() == other.stride()
-            if is_equal and start == starts[earlier] and names is not None and names.may_be_tied(name, earlier):
+            if is_equal and start == starts[earlier] and manifest.are_vocabulary({name, earlier}):
                 continue
             if np.shares_memory(np.asarray(_Elements(tensor)), np.asarray(_Elements(other))):
                 raise BadInputError(
