@@ -67,7 +67,8 @@ class WeightUpdateResult:
     """Seconds from the pause of generation until its continuation."""
     missing_from: str | None = None
     """Where the parameters come from that the update did not contain: "earlier updates" of this engine, the servers'
-    "checkpoint" (at least one of them), or "earlier weights" that others have loaded. None for a whole update."""
+    "checkpoint", or "earlier weights" that others have loaded. Both, for example "earlier updates and checkpoint", if
+    some were pushed before and others never. None for a whole update."""
 
 
 def parse_weight_version(label: int | str | None) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from verl_server.adapter.lora_config import lora_paths_by_name, plain_lora_confi
 from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.engine.lora import LoraAdapters
 from verl_server.engine.servers import HttpServers
-from verl_server.errors import BadInputError, ServerError
+from verl_server.errors import BadInputError, ServerError, WeightManifestError
 from verl_server.rollout.loras import FleetLoras
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.lora import check_lora_adapter
@@ -341,6 +342,26 @@ def test_a_norm_has_no_lora_adapter() -> None:
     specs = {f"base_model.model.{LAYER}input_layernorm.lora_A.weight": TensorSpec((4, 5), "float32")}
     with pytest.raises(BadInputError, match=r"it is no linear layer, its weight has shape \[5\]"):
         check_lora_adapter(specs, {**CONFIG, "target_modules": ["input_layernorm"]}, MANIFEST)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["embed_tokens.lora_embedding_A", "embed_tokens.lora_embedding_B"], "adapter of an embedding.*merge"),
+        (["lm_head.base_layer.weight"], r"whole tensor of the model.*save_embedding_layers=False\) leaves it out"),
+        (["model.embed_tokens.weight"], r"whole tensor of the model.*If it was trained \(modules_to_save\), merge"),
+        (["lm_head.lora_A.weight"], "one parameter with the embedding 'model.embed_tokens.weight'.*Leave it out"),
+        (["lm_head.lora_A.default.weight"], "is no tensor of a LoRA adapter"),
+    ],
+)  # fmt: skip
+def test_adapters_of_the_embedding_and_of_a_tied_head_are_refused_by_name(names: list[str], message: str) -> None:
+    """The names are those of `peft.get_peft_model_state_dict` with `embed_tokens` or `lm_head` as target modules."""
+    spec = TensorSpec((4, 8), "float32")
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    tied = replace(MANIFEST, tensors={**MANIFEST.tensors, embedding: spec, head: spec}, tied=(head, embedding))
+    specs = {**SPECS, **{f"base_model.model.{name}": spec for name in names}}
+    with pytest.raises(WeightManifestError, match=message):
+        check_lora_adapter(specs, {**CONFIG, "target_modules": ["q_proj", "lm_head", "embed_tokens"]}, tied)
 
 
 def test_two_tensors_with_one_name_are_refused() -> None:

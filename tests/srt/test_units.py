@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import graphlib
 import inspect
 import itertools
@@ -46,7 +47,7 @@ from verl_server.weights.arena import Arena
 from verl_server.weights.broadcast.byte_ranges import group_whole_tensors, split_into_chunks
 from verl_server.weights.broadcast.placement import ReceiverPlacement
 from verl_server.weights.checksum import compute_checksum, positional_sum
-from verl_server.weights.coverage import Coverage
+from verl_server.weights.coverage import Coverage, ReadTensors
 from verl_server.weights.gather import shard_slices
 from verl_server.weights.layout import ALIGNMENT, TABLE_OFFSET, plan_arena, tensor_bytes
 from verl_server.weights.loader import load_weights
@@ -55,6 +56,8 @@ from verl_server.weights.transports import patches, shared_memory
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 
 PACKAGE = Path(verl_server.__file__).parent
+PARAMETER = torch.zeros(2, 3)
+"""A parameter that tensors of an update are copied to."""
 #: Packages from top to bottom. A package imports only from those below it (ARCHITECTURE.md).
 PACKAGES = [
     "cli",
@@ -414,6 +417,43 @@ def test_a_key_that_no_header_can_carry_is_refused_by_name(key: str) -> None:
         with pytest.raises(BadInputError, match="api_key must be a string of printable ASCII") as raised:
             make()
         assert key.strip() not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("use", "is_read"),
+    [
+        (lambda t: PARAMETER.copy_(t), True),
+        (lambda t: PARAMETER.__setitem__(slice(None), t), True),
+        (lambda t: [row for _, row in enumerate(t)], True),
+        (lambda t: torch.split(t, 1), True),
+        (lambda t: t[[0]].float(), True),
+        (lambda t: t.numpy(), True),
+        (lambda t: np.asarray(t), True),
+        (lambda t: copy.deepcopy(t) + 1, True),
+        (lambda t: t.tolist(), True),
+        (lambda t: t.untyped_storage(), True),
+        (lambda t: t.data_ptr(), True),
+        (lambda t: t[0, 0].item(), True),
+        (lambda t: (t.shape, t.size(0), t.dim(), t.stride(), len(t), t.dtype, t.device, t.is_contiguous()), False),
+        (lambda t: (f"{t.shape} of {t}", t.numel(), t.element_size(), t.is_floating_point(), t.type()), False),
+    ],
+    ids=[
+        "copy", "assignment", "rows", "split", "list of indices", "numpy", "asarray", "deepcopy", "list", "storage",
+        "address", "item", "sizes", "text",
+    ],
+)  # fmt: skip
+def test_a_tensor_is_read_when_its_values_are_used(use: Callable[[torch.Tensor], Any], is_read: bool) -> None:
+    """In the ways of the loaders of SGLang's and vLLM's models. A size alone is no value."""
+    read = ReadTensors()
+    use(read.watch("layers.0.weight", torch.ones(2, 3)))
+    assert read.unread() == ([] if is_read else ["layers.0.weight"])
+
+
+@pytest.mark.parametrize("use", [int, bool, torch.Tensor.item, range], ids=["int", "bool", "item", "range"])
+def test_a_whole_number_is_read(use: Callable[[torch.Tensor], Any]) -> None:
+    read = ReadTensors()
+    use(read.watch("layers.0.bits", torch.tensor(4)))
+    assert read.unread() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

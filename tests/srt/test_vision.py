@@ -16,17 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 from agent_helpers import ScriptedGenerateFn
-from both_engines import in_background, load_of
+from both_engines import engine_settings, in_background, load_of
 from helpers import adapter_of, change_weights, wait_until
 from PIL import Image
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
+)
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from vllm_helpers import needs_vllm
 
 from verl_server import BadInputError, UnsupportedError, VerlEngine
 from verl_server.agent import AgentLoop, Episode, EpisodeStopped, RolloutLimits, RolloutRunner, Task, as_generate_fn
-from verl_server.tiny import make_tokenizer, make_vision_model
+from verl_server.tiny import make_config, make_tokenizer, make_vision_model
 from verl_server.trajectory import (
     ChatRenderer,
     Recorder,
@@ -230,6 +239,102 @@ def test_no_embedding_of_an_image_outlives_the_weights(served: Served, tmp_path:
     engine.update_weights_from_tensor(original.items())
     gaps["restored"] = gap(served)
     assert max(gaps.values()) < 1e-5, gaps
+
+
+def make_idefics3(folder: Path) -> tuple[Any, Any]:
+    """A tiny model whose images vLLM reads without torchvision, and its image processor."""
+    tokenizer = make_tokenizer(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<global-img>"]})
+    template = (
+        "{% for message in messages %}{% for part in message['content'] %}"
+        "{{ part['text'] if part['type'] == 'text' else '<image>' }}{% endfor %}{% endfor %}"
+    )
+    size = {"longest_edge": 32}
+    images = Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
+    text = make_config("llama", heads=2, kv_heads=1, vocab_size=len(tokenizer))
+    vision = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Idefics3Config(
+        text_config=text.to_dict(),
+        vision_config={**vision, "image_size": 32, "patch_size": 8},
+        image_token_id=processor.image_token_id,
+        pad_token_id=PAD_TOKEN,
+    )
+    model = Idefics3ForConditionalGeneration(config).float().eval()
+    change_weights(model, seed=0, scale=0.15)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return model, images
+
+
+@needs_vllm
+def test_no_output_of_an_encoder_outlives_the_weights_in_vllm(one_rank: DeviceMesh, tmp_path: Path) -> None:
+    """The same image again by vLLM's own route, after the vision tower has been pushed. A vLLM server takes 15 s."""
+    model, images = make_idefics3(tmp_path)
+    image = picture(32, 32, 7)
+    settings = {**engine_settings("vllm"), "context_length": 2048}
+    engine = VerlEngine(one_rank, model_path=str(tmp_path), **settings)
+    try:
+        server = adapter_of(engine)
+
+        def ask(max_tokens: int, **options: Any) -> requests.Response:
+            body = {
+                "model": str(tmp_path),
+                "messages": [{
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": image_data_url(image)}},
+                        {"type": "text", "text": "what?"},
+                    ],
+                }],
+                "temperature": 0.0,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "logprobs": True,
+                "return_token_ids": True,
+                **options,
+            }  # fmt: skip
+            headers = {"Authorization": f"Bearer {server.api_key}"}
+            url, stream = f"{server.base_url}/v1/chat/completions", "stream" in options
+            reply = requests.post(url, json=body, headers=headers, timeout=60.0, stream=stream)
+            assert reply.ok, reply.text
+            return reply
+
+        def gap() -> float:
+            reply = ask(4).json()
+            (choice,) = reply["choices"]
+            prompt, tokens = reply["prompt_token_ids"], choice["token_ids"]
+            with torch.no_grad():
+                logits = model(
+                    input_ids=torch.tensor([prompt + tokens]), **images([[image]], return_tensors="pt")
+                ).logits
+            expected = logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+            served = torch.tensor([token["logprob"] for token in choice["logprobs"]["content"]])
+            return float((served - expected).abs().max())
+
+        def push(seed: int, **options: Any) -> None:
+            change_weights(model.model.vision_model, seed=seed)
+            tower = {name: tensor for name, tensor in model.state_dict().items() if ".vision_model." in name}
+            engine.update_weights_from_tensor(tower.items(), **options)
+
+        gaps = {"before": gap()}
+        push(1)
+        gaps["default"] = gap()
+        push(2, pause_mode="in_place", flush_cache=False)
+        gaps["in place"] = gap()
+        events = ask(300, stream=True).iter_lines()
+        first = next(events)
+        push(3, pause_mode="in_place", flush_cache=False)
+        gaps["beside a running request"] = gap()
+        lines = [first, *filter(None, events)]
+        assert (b'"length"' in lines[-2], lines[-1]) == (True, b"data: [DONE]"), lines[-2:]
+        server.pause_generation("in_place")
+        push(4)
+        server.continue_generation()
+        gaps["during a pause in place"] = gap()
+        assert max(gaps.values()) < 1e-5, gaps
+    finally:
+        engine.shutdown()
 
 
 def test_packed_paths_have_the_inputs_of_the_batch(model: VisionModel) -> None:

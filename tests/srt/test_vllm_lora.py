@@ -79,6 +79,21 @@ def test_adapters_and_updates_of_the_base_model_are_exact(engine: VerlEngine, ch
         engine.generate(input_ids=PROMPTS[0], lora_path="policy")
 
 
+def test_a_request_without_an_adapter_runs_beside_one_with_it(engine: VerlEngine, checkpoints: Checkpoints) -> None:
+    """vLLM computes both in one batch."""
+    model = reference_model(checkpoints.folders[0])
+    tensors = adapter_for(model, 3)
+    engine.load_lora_adapter("beside", tensors.items(), CONFIG)
+    running = RunningStream(adapter_of(engine), input_ids=PROMPTS[0], lora_path="beside")
+    running.until_tokens(5)
+    require(engine, checkpoints.expected[0])
+    require(engine, expected_of(merged(model, tensors)), "beside")
+    assert running.is_running
+    adapter_of(engine).abort_request(abort_all=True)
+    running.result()
+    engine.unload_lora_adapter("beside")
+
+
 def test_a_refused_adapter_and_an_open_update_leave_the_workers_in_step(
     engine: VerlEngine, checkpoints: Checkpoints
 ) -> None:

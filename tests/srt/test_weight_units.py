@@ -20,6 +20,7 @@ import pytest
 import torch
 from aiohttp import web
 from forbidden_calls import forbid
+from safetensors.torch import load_file
 from stub_servers import serving
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -166,9 +167,9 @@ def test_a_prefix_of_fused_experts_is_explained(prefix: str, tiny: Callable[...,
         ("DTensor", "'x' is on the meta device and has no values"),
         (torch.ones(0), r"shape \[0\], .*ZeRO-3.*GatheredParameters"),
         (torch.ones(6, 1, dtype=torch.uint8), "Quantized weights .* are packed: push the dequantized tensor"),
-        (torch.ones(5, 4), "If the vocabulary was resized or padded: push only the rows"),
+        (torch.ones(5, 4), r"'x' has shape \[5, 4\], the model expects \[3, 4\]$"),
     ],
-    ids=["meta", "sparse", "float8", "int", "meta DTensor", "ZeRO-3", "packed", "resized"],
+    ids=["meta", "sparse", "float8", "int", "meta DTensor", "ZeRO-3", "packed", "rows"],
 )
 def test_tensors_that_cannot_be_copied_are_refused_by_name(tensor: Any, message: str, one_rank: DeviceMesh) -> None:
     spec, staged = TensorSpec((3, 4), "float32"), torch.zeros(3, 4)
@@ -181,17 +182,60 @@ def test_tensors_that_cannot_be_copied_are_refused_by_name(tensor: Any, message:
     assert not staged.any()
 
 
-def test_tensors_in_the_same_memory_are_refused_unless_they_are_tied() -> None:
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_a_resized_vocabulary_is_named_for_the_embedding_and_the_head(name: str, tiny: Callable[..., Path]) -> None:
+    manifest = read_manifest({"model_path": str(tiny("qwen3"))})
+    expected = manifest.tensors[name].shape
+    with pytest.raises(errors.WeightManifestError) as raised:
+        TensorSource({name: torch.zeros(expected[0] + 8, expected[1])}, manifest, check_finite=False)
+    assert ("If the vocabulary was resized or padded: push only the rows" in str(raised.value)) is ("mlp" not in name)
+
+
+def parts_of(values: torch.Tensor) -> dict[str, Any]:
+    """Pairs of views of a matrix of 8 rows and 8 columns that begin at different addresses."""
+    flat = values.view(-1)
+    return {
+        "parts that overlap": (flat[:10], flat[5:15]),
+        "a part of the other": (values, values[3]),
+        "rows and a column": (values[:2], values[:, 4]),
+        "another dtype": (flat[:4], flat.view(torch.bfloat16)[6:10]),
+        "memory of another storage": (flat[:10], torch.frombuffer(flat.numpy().data[5:15], dtype=torch.float32)),
+        "neighbours": (flat[:10], flat[10:20]),
+        "columns": (values[:, :4], values[:, 4:]),
+        "every second column": (values[:, ::2], values[:, 1::2]),
+        "queries and keys of groups": values.view(2, 2, 16).unbind(1),
+    }
+
+
+@pytest.mark.parametrize("parts", parts_of(torch.zeros(8, 8)))
+def test_tensors_with_a_common_element_are_refused(parts: str) -> None:
+    legal = ("neighbours", "columns", "every second column", "queries and keys of groups")
+    tensors = dict(zip("ab", parts_of(torch.zeros(8, 8))[parts], strict=True))
+    manifest = Manifest({name: TensorSpec.of(tensor) for name, tensor in tensors.items()})
+    if parts in legal:
+        TensorSource(tensors, manifest, check_finite=False)
+    else:
+        with pytest.raises(errors.BadInputError, match=r"'[ab]' and '[ab]' have the same memory.*not list"):
+            TensorSource(tensors, manifest, check_finite=False)
+    TensorSource(iter(tensors.items()), manifest, check_finite=False)  # read one after the other
+
+
+def test_tensors_in_the_same_memory_are_refused_unless_they_are_tied(tiny: Callable[..., Path]) -> None:
     spec = TensorSpec((3, 4), "float32")
     manifest = Manifest(dict.fromkeys(("a", "b", "lm_head.weight"), spec), frozenset({"lm_head.weight"}))
     buffer = torch.zeros(3, 4)
     reused = [(name, buffer.fill_(value)) for value, name in enumerate(("a", "b"))]
     with pytest.raises(errors.BadInputError, match=r"'b' and 'a' have the same memory.*not list"):
         TensorSource(reused, manifest, check_finite=False)
-    TensorSource(iter(reused), manifest, check_finite=False)
     TensorSource([("a", buffer), ("lm_head.weight", buffer)], manifest, check_finite=False)
-    parts = torch.zeros(2, 3, 4)
-    TensorSource([("a", parts[0]), ("b", parts[1])], manifest, check_finite=False)
+    # A trainer may tie the head of an untied checkpoint: both parameters of the servers get the same values.
+    folder = tiny("qwen3")
+    untied, tensors = read_manifest({"model_path": str(folder)}), load_file(folder / "model.safetensors")
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    TensorSource({**tensors, head: tensors[embedding].detach()}, untied, check_finite=False)
+    up, gate = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+    with pytest.raises(errors.BadInputError, match="have the same memory"):
+        TensorSource({**tensors, up: tensors[gate]}, untied, check_finite=False)
 
 
 def test_float64_is_cast() -> None:

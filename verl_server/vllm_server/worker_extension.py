@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES, report_dtypes
 from verl_server.vllm_server import register
@@ -36,6 +37,28 @@ _libc = ctypes.CDLL(None, use_errno=True)
 if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # torch reads it when it is imported; a forked worker has done so
     torch._dynamo.config.disable = True
 register()  # vLLM imports this module in each worker before it creates the weight transfer engine
+
+
+def _keep_base_requests_without_lora() -> None:
+    """Let vLLM's LoRA operations for CPUs add nothing to a request without an adapter, whose index is -1.
+
+    They would take the last adapter: beside a request with an adapter, and for an output head always. What the first of
+    an adapter's two factors computes becomes 0 for such a request.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    shrink = lora_ops.bgmv_shrink
+
+    def bgmv_shrink(inputs: Any, weights: Any, output: torch.Tensor, indices: torch.Tensor, scale: float = 1.0) -> None:
+        shrink(inputs, weights, output, indices, scale)
+        output.masked_fill_((indices < 0)[:, None], 0.0)
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink
+
+
+if current_platform.is_cpu():
+    _keep_base_requests_without_lora()
 
 
 class WorkerExtension:
@@ -169,8 +192,6 @@ def _resume(worker: Any, tags: set[str]) -> None:
 
 def _is_cpu(tags: set[str]) -> bool:
     """Whether the worker computes on a CPU. Raises ValueError for unknown tags."""
-    from vllm.platforms import current_platform
-
     if unknown := tags - {WEIGHTS, KV_CACHE}:
         raise ValueError(f"unknown tags {sorted(unknown)}")
     return bool(current_platform.is_cpu())

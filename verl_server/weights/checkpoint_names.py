@@ -8,7 +8,7 @@ intermediate]. `save_pretrained` converts them back. This module calls the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,24 @@ class CheckpointNames:
         used = {new for name, tensor in tensors.items() for new in self.specs(name, TensorSpec.of(tensor))}
         tied = set(getattr(model, "_tied_weights_keys", None) or ())
         return frozenset(checkpoint).difference(used) if used <= {*checkpoint, *tied} else frozenset()
+
+    @cached_property
+    def vocabularies(self) -> list[set[str]]:
+        """Names of checkpoints of each output head and its embedding, which may be one parameter in the trainer.
+
+        Empty if the model cannot be built.
+        """
+        try:
+            tied = getattr(self.model, "_tied_weights_keys", None)
+        except (BadInputError, UnsupportedError):
+            return []
+        pairs = tied.items() if isinstance(tied, Mapping) else ()  # transformers 4 has names without their partners
+        return [{self.checkpoint_name(name) for name in pair} for pair in pairs]
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name that the checkpoint has for the trainer's tensor `name`, or the first of its parts."""
+        spec = self._model_specs.get(name)
+        return name if spec is None else next(iter(self.specs(name, spec)))
 
     @property
     def model_names(self) -> Collection[str]:

@@ -85,6 +85,12 @@ class ReadTensors:
         return [name for name in self._names if _all_experts(name) not in read_experts]
 
 
+#: Results that describe a tensor: sizes, strides, flags, its name in errors. Everything else may hold its values.
+_DESCRIPTIONS = (int, str, torch.dtype, torch.device, torch.layout)
+#: Functions whose result is the value of a whole number, or where the values are.
+_READS = (torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.__bool__, torch.Tensor.data_ptr)
+
+
 class _WatchedTensor(torch.Tensor):
     """A tensor that calls `on_read` when its values are used. The results of operations are plain tensors."""
 
@@ -94,13 +100,16 @@ class _WatchedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        # Sizes, strides, dtypes, devices and other descriptions of a tensor are not its values.
-        parts = result if isinstance(result, (tuple, list)) else [result]
-        if any(part is None or isinstance(part, (torch.Tensor, float, list)) for part in parts):
+        parts = result if isinstance(result, tuple) else [result]
+        if func in _READS or not all(isinstance(part, _DESCRIPTIONS) for part in parts):
             for argument in tree_leaves((args, kwargs)):
                 if isinstance(argument, cls):
                     argument.on_read()
         return result
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        """torch refuses to copy a tensor of a class whose operations return another class."""
+        return self.clone()
 
 
 def _all_experts(name: str) -> str:

@@ -18,6 +18,7 @@ from verl_server.weights.manifest import CASTABLE_DTYPES, Manifest
 from verl_server.weights.unknown_names import fused_with
 
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+MERGE = "merge the LoRA adapter into the weights and push them with update_weights_from_tensor"
 
 
 def check_lora_adapter(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], manifest: Manifest) -> Json:
@@ -83,6 +84,13 @@ def _shown(targets: Collection[str]) -> str:
 def _shapes(module: str, rank: int, manifest: Manifest) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shapes of the module's tensors lora_A and lora_B. Raises WeightManifestError if it is no linear layer."""
     weight = manifest.tensors.get(f"{module}.weight")
+    if manifest.tied is not None and f"{module}.weight" == manifest.tied[0]:
+        raise WeightManifestError(
+            f"{module!r} cannot have a LoRA adapter: it is one parameter with the embedding {manifest.tied[1]!r} "
+            "(tie_word_embeddings). Leave it out of target_modules, or train and serve a checkpoint with "
+            f"tie_word_embeddings=false in its config.json and with its own {manifest.tied[0]!r}",
+            name=module,
+        )
     if weight is None:
         raise WeightManifestError(f"the model has no module {module!r}", name=module)
     if len(weight.shape) != 2:
@@ -99,6 +107,19 @@ def _module_of(name: str) -> str:
     for suffix in SUFFIXES:
         if name.startswith(PREFIX) and name.endswith(suffix):
             return name[len(PREFIX) : -len(suffix)]
+    if ".lora_embedding_" in name:
+        raise WeightManifestError(
+            f"{name!r} is the LoRA adapter of an embedding, which is not supported: leave the embedding out of "
+            f"target_modules, or {MERGE}",
+            name=name,
+        )
+    if ".lora_" not in name and name.startswith(PREFIX):
+        raise WeightManifestError(
+            f"{name!r} is a whole tensor of the model. PEFT adds that of an embedding or output head which was resized "
+            "or is a target module: peft.get_peft_model_state_dict(model, save_embedding_layers=False) leaves it out. "
+            f"If it was trained (modules_to_save), {MERGE}",
+            name=name,
+        )
     raise WeightManifestError(
         f"{name!r} is no tensor of a LoRA adapter: its tensors are called {PREFIX}<module>{SUFFIXES[0]} and "
         f"{PREFIX}<module>{SUFFIXES[1]}, as peft.get_peft_model_state_dict(model) returns them",

@@ -89,6 +89,14 @@ class Manifest:
         """The conversion for the trainer's tensor `name`. None for a name that checkpoints have."""
         return None if name in self.tensors or name in self.ignored else self.checkpoint_names
 
+    def are_vocabulary(self, names: Iterable[str]) -> bool:
+        """Whether the trainer's tensors `names` are an output head, its embedding, or both. False if it is unknown."""
+        converter = self.checkpoint_names
+        if converter is None:
+            return False
+        own = {converter.checkpoint_name(name) for name in names}
+        return any(own <= vocabulary for vocabulary in converter.vocabularies)
+
     def require_loaded_together(self, names: Iterable[str]) -> None:
         """Raise BadInputError if SGLang would ignore one of the tensors `names`, because a tensor is not among them."""
         given = set(names)
@@ -108,8 +116,9 @@ class Manifest:
         if unserved := sorted(self.unserved.intersection(names)):
             raise WeightManifestError(
                 f"the model class of the inference engine ignores {len(unserved)} of the tensors, for example "
-                f"{unserved[0]!r}, as an earlier update has shown: the policy that it serves is another one than the "
-                "trainer's. Use a model that the engine computes completely, or leave these tensors out",
+                f"{unserved[0]!r}, as an earlier update has shown. If the trainer's model does not use them either, "
+                "leave them out. Otherwise the policy that it serves is another one: use a model that the engine "
+                "computes completely",
                 name=unserved[0],
             )
 
@@ -129,9 +138,14 @@ class Manifest:
                 f"the model has no parameter {name!r}{explain_unknown_name(name, known)}", name=name
             )
         if shape != spec.shape:
+            cure = _shape_cure(shape, dtype)
+            if not cure and shape[1:] == spec.shape[1:] and self.are_vocabulary([name]):
+                cure = (
+                    ". If the vocabulary was resized or padded: push only the rows that the checkpoint has, or save "
+                    "the resized model (save_pretrained) and start the server from it"
+                )
             raise WeightManifestError(
-                f"{name!r} has shape {list(shape)}, the model expects {list(spec.shape)}"
-                f"{_shape_cure(shape, spec.shape, dtype)}",
+                f"{name!r} has shape {list(shape)}, the model expects {list(spec.shape)}{cure}",
                 name=name,
                 expected=list(spec.shape),
                 got=list(shape),
@@ -146,7 +160,7 @@ class Manifest:
         return None if is_ignored else spec
 
 
-def _shape_cure(shape: tuple[int, ...], expected: tuple[int, ...], dtype: str) -> str:
+def _shape_cure(shape: tuple[int, ...], dtype: str) -> str:
     """The end of an error about a shape: the usual cause and its cure. Empty for an unknown cause."""
     if 0 in shape:
         return (
@@ -155,11 +169,6 @@ def _shape_cure(shape: tuple[int, ...], expected: tuple[int, ...], dtype: str) -
         )
     if dtype in ("uint8", "int8"):
         return ". Quantized weights (QLoRA) are packed: push the dequantized tensor, or the LoRA adapter"
-    if len(shape) == len(expected) == 2 and shape[1:] == expected[1:]:
-        return (
-            ". If the vocabulary was resized or padded: push only the rows that the checkpoint has, or save the "
-            "resized model (save_pretrained) and start the server from it"
-        )
     return ""
 
 

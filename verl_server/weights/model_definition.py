@@ -54,7 +54,7 @@ def build_on_meta(config: Any, *, trust_remote_code: bool) -> Any:
     try:
         with torch.device("meta"):
             return factory.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, ImportError, OSError) as error:
+    except Exception as error:  # the code of the model can raise anything
         raise UnsupportedError(
             f"transformers cannot build {config.architectures or config.model_type}: {error}"
         ) from error

@@ -66,7 +66,7 @@ _NOT_FOUND = json_reply({"error": {"message": "Not Found", "code": 404}}, 404)
 PATHS_WITHOUT_WEIGHTS = frozenset({
     *(each.path for each in vars(vllm).values() if isinstance(each, vllm.Endpoint) and each is not vllm.GENERATE),
     "/detokenize", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_draft_weight_update",
-    "/reset_encoder_cache", "/reset_mm_cache", "/start_profile", "/stop_profile", "/v1/messages/count_tokens",
+    "/reset_mm_cache", "/start_profile", "/stop_profile", "/v1/messages/count_tokens",
 })  # fmt: skip
 _facts: list[ServerFacts] = []
 

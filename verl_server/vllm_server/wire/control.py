@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from verl_server.adapter.sglang.payloads import pause_payload
-from verl_server.adapter.vllm.endpoints import ABORT_ALL, PAUSE, RESET_CACHE, RESUME
+from verl_server.adapter.vllm.endpoints import ABORT_ALL, PAUSE, RESET_ENCODER_CACHE, RESET_PREFIX_CACHE, RESUME
 from verl_server.adapter.vllm.payloads import pause_query
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, ServerBusyError, ServerError, VerlServerError
@@ -64,7 +64,7 @@ async def resume_vllm(state: ServerState, calls: InnerCalls) -> None:
 
 
 async def flush(state: ServerState, calls: InnerCalls, body: Json) -> Json:
-    """Empty the prefix cache. Raises BadInputError, as SGLang does, while requests run that are not paused."""
+    """Empty the caches. Raises BadInputError, as SGLang does, while requests run that are not paused."""
     async with state.exclusive(calls.gone):
         if state.num_in_vllm and not state.is_paused:
             raise BadInputError(f"{state.num_in_vllm} requests are running")
@@ -72,7 +72,16 @@ async def flush(state: ServerState, calls: InnerCalls, body: Json) -> Json:
     return {"success": True, "message": "the cache is empty"}
 
 
-async def reset_cache(calls: InnerCalls) -> None:
-    """Empty the prefix cache. Requests that vLLM holds are computed again. Raises ServerError if vLLM cannot do it."""
-    if not (await calls.call(RESET_CACHE, query="reset_running_requests=true"))["success"]:
+async def reset_cache(calls: InnerCalls, *, keeps_prefixes: bool = False) -> None:
+    """Empty vLLM's caches that depend on weights: prefixes, and the outputs of encoders for images and sounds.
+
+    Requests that vLLM holds are computed again. With `keeps_prefixes` they go on, and only the images that they have
+    not read yet are encoded again. vLLM's cache of processed images stays: it has pixels. Raises ServerError if vLLM
+    cannot do it.
+    """
+    await calls.call(RESET_ENCODER_CACHE)
+    if (
+        not keeps_prefixes
+        and not (await calls.call(RESET_PREFIX_CACHE, query="reset_running_requests=true"))["success"]
+    ):
         raise ServerError("vLLM has not emptied its prefix cache, because blocks of it are in use")

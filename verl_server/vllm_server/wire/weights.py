@@ -68,8 +68,7 @@ async def update(state: ServerState, calls: InnerCalls, body: Json) -> Json:
             has_failed = any(outcome["error"] is not None for outcome in outcomes)
             if has_failed and any(outcome["has_loaded"] for outcome in outcomes):
                 state.undefined_weights = "an update has failed half-way"
-            if body.get("flush_cache", True):  # a pause in place has kept the cache
-                await reset_cache(calls)
+            await reset_cache(calls, keeps_prefixes=not body.get("flush_cache", True))
             if version is not None and not has_failed:
                 await _set_version(state, calls, version)
             if not has_failed:

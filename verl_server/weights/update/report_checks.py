@@ -121,8 +121,8 @@ def _servers_with_unread(
             errors[label] = VerlServerError(
                 f"{label} did not read {len(ignored)} of the pushed tensors, for example {ignored[0]!r}: the model "
                 "class of the inference engine ignores them, or takes them only together with others. Push all "
-                "tensors; if these are still ignored, the engine computes without them, and the policy that it serves "
-                "is another one than the trainer's (verify=False skips this check)",
+                "tensors; if these are still ignored, the engine computes without them. Unless the trainer's model "
+                "does not use them either, the policy that it serves is another one (verify=False skips this check)",
                 unread=ignored,
                 is_whole=is_whole,
             )

@@ -78,15 +78,16 @@ def _check_all(
     seen: set[str] = set()
     tied = TiedTensors(manifest)
     has_shards = False
-    memory: dict[tuple[str, int], str] = {}
+    required: dict[str, torch.Tensor] = {}
     for given_name, tensor in pairs:
         if own_names := check_tensor(given_name, tensor, manifest, seen, check_finite):
-            if not manifest.optional.issuperset(own_names):  # a tied output head
-                _require_own_memory(given_name, tensor, memory)
+            if not manifest.optional.issuperset(own_names):  # heads and layers that most trainers tie
+                required[given_name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             names += own_names
             has_shards |= isinstance(tensor, DTensor)
         tied.add(given_name, tensor)
     tied.require_equal()
+    _require_own_memory(required, manifest)
     return names, has_shards
 
 
@@ -117,22 +118,52 @@ def check_tensor(
     return names
 
 
-def _require_own_memory(name: str, tensor: torch.Tensor, memory: dict[tuple[str, int], str]) -> None:
-    """Raise BadInputError if the memory of a tensor begins where that of an earlier one begins.
+def _require_own_memory(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
+    """Raise BadInputError if two tensors have an element in common, as those of a generator that reuses a buffer have.
 
-    `memory`: the names of the earlier tensors by device and address.
+    Parts of one tensor without a common element are legal, also interleaved ones such as its columns. So is an
+    output head that the trainer has tied to its embedding, whatever the checkpoint does.
     """
-    from torch.distributed.tensor import DTensor
+    import numpy as np
 
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if own.numel() == 0 or (earlier := memory.setdefault((str(own.device), own.data_ptr()), name)) == name:
-        return
-    raise BadInputError(
-        f"{name!r} and {earlier!r} have the same memory, so that both have the values that were written last. Pass a "
-        "generator that uses one buffer for all tensors itself, not list(generator). If both tensors are equal on "
-        "purpose, pass tensor.clone()",
-        name=name,
-    )
+    starts = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor.numel() > 0}
+    # A tensor of a subclass that consists of others, for example quantized ones, has no memory of its own: 0.
+    spans = sorted((str(tensors[name].device), start, name) for name, start in starts.items() if start)
+    reaching: list[tuple[int, str]] = []
+    """Where the memory of earlier tensors ends that reach beyond the start of the present one."""
+    for index, (device, start, name) in enumerate(spans):
+        tensor = tensors[name]
+        if index and spans[index - 1][0] != device:
+            reaching = []
+        reaching = [each for each in reaching if each[0] > start]
+        for _, earlier in reaching:
+            other = tensors[earlier]
+            is_equal = TensorSpec.of(tensor) == TensorSpec.of(other) and tensor.stride() == other.stride()
+            if is_equal and start == starts[earlier] and manifest.are_vocabulary({name, earlier}):
+                continue
+            if np.shares_memory(np.asarray(_Elements(tensor)), np.asarray(_Elements(other))):
+                raise BadInputError(
+                    f"{name!r} and {earlier!r} have the same memory, or a part of it in common, so that both have the "
+                    "values that were written last. Pass a generator that uses one buffer for all tensors itself, not "
+                    "list(generator). If both tensors have equal values on purpose, pass tensor.clone()",
+                    name=name,
+                )
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        reaching.append((start + (last + 1) * tensor.element_size(), name))
+
+
+class _Elements:
+    """Where the elements of a tensor are in memory, for numpy, which does not read them: they may be on a device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+        }
 
 
 class TiedTensors:

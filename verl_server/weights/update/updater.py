@@ -260,14 +260,15 @@ class WeightUpdater(ABC):
 
     def missing_from(self, names: Sequence[str]) -> str | None:
         """Where the parameters come from that an update of `names` lacks. See `WeightUpdateResult.missing_from`."""
-        missing = sorted(self.manifest.required.difference(names)) if self.manifest.num_missing(names) else []
-        if not missing:
-            return None
-        source = "checkpoint" if self.starts_from_checkpoint else "earlier weights"
-        if self._changed.issuperset(missing):
-            source = "earlier updates"
-        logger.info("%d parameters stay as they are (%s), for example %s", len(missing), source, missing[0])
-        return source
+        missing = self.manifest.required.difference(names) if self.manifest.num_missing(names) else frozenset[str]()
+        others = "checkpoint" if self.starts_from_checkpoint else "earlier weights"
+        found = {"earlier updates": missing & self._changed, others: missing - self._changed}
+        sources = [source for source, parameters in found.items() if parameters]
+        for source in sources:
+            logger.info(
+                "%d parameters stay those of the %s, for example %s", len(found[source]), source, min(found[source])
+            )
+        return " and ".join(sources) or None
 
     def adopt_outcome(self, outcome: Json) -> None:
         """Take over the version and the state of the served weights that rank 0 sent after an update.
