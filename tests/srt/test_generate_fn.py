@@ -16,7 +16,7 @@ from agent_helpers import ScriptedGenerateFn, make_tasks
 from helpers import QWEN, adapter_of, chat_tokenizer
 
 from verl_server import AsyncHttpServerEngineAdapter, VerlEngine
-from verl_server.adapter.sglang.capabilities import max_running_requests
+from verl_server.adapter.sglang.replies import max_running_requests
 from verl_server.agent import Episode, RolloutLimits, RolloutRunner, SampleGroup, SingleTurnLoop, Task, ToolAgentLoop
 from verl_server.agent import generate_fn as generate_fn_module
 from verl_server.agent.engine_access import access_engine

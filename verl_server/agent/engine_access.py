@@ -187,7 +187,7 @@ def _ask(adapter: HttpServerEngineAdapter) -> Json | VerlServerError:
 
 
 def _access_server(server: HttpServerEngineAdapter) -> EngineAccess:
-    from verl_server.adapter.sglang.capabilities import max_running_requests
+    from verl_server.adapter.sglang.replies import max_running_requests
 
     generate, server_info = as_generate_fn(server.asynchronous), server.get_server_info()
     limit = max_running_requests(server_info)
@@ -196,7 +196,7 @@ def _access_server(server: HttpServerEngineAdapter) -> EngineAccess:
 
 
 def _access_servers(generate: GenerateFn, server_infos: Sequence[Json]) -> EngineAccess:
-    from verl_server.adapter.sglang.capabilities import max_request_tokens
+    from verl_server.adapter.sglang.replies import max_request_tokens
 
     numbers = [number for info in server_infos if (number := max_request_tokens(info)) is not None]
     return EngineAccess(generate, server_infos[0], min(numbers, default=None))

@@ -12,13 +12,10 @@ import os
 import queue
 import threading
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from verl_server.agent.user_failures import CURRENT_EPISODE_STATE, as_exception, as_failure, find_own_stop
 from verl_server.errors import DeadlineError, InfrastructureError
-
-if TYPE_CHECKING:
-    from verl_server.agent.episodes.episode_state import EpisodeState
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +62,10 @@ async def await_user_code(awaitable: Awaitable[Any]) -> Any:
         raise failure from failure.__cause__
 
 
-def create_user_task(awaitable: Awaitable[Any], state: EpisodeState | None = None) -> asyncio.Task[Any]:
+def create_user_task(awaitable: Awaitable[Any], state: object = None) -> asyncio.Task[Any]:
     """A task of `await_user_code`. Its coroutine is closed also if the task is cancelled before it begins.
 
-    `state`: that of the episode whose agent loop the code is. None for all other code.
+    `state`: the `EpisodeState` of the episode whose agent loop the code is. None for all other code.
     """
     context = contextvars.copy_context()
     context.run(CURRENT_EPISODE_STATE.set, state)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from typing import TYPE_CHECKING
 
 from verl_server.agent.limits import EpisodeStopped
 from verl_server.errors import InfrastructureError, UserCodeError
 
-if TYPE_CHECKING:
-    from verl_server.agent.episodes.episode_state import EpisodeState
-
 USER_FAILURES = (Exception, EpisodeStopped, BaseExceptionGroup)
 """What code of a user raises when it fails. `as_exception` makes an exception of it."""
-CURRENT_EPISODE_STATE: contextvars.ContextVar[EpisodeState | None] = contextvars.ContextVar(
+CURRENT_EPISODE_STATE: contextvars.ContextVar[object] = contextvars.ContextVar(
     "verl_server_episode_state", default=None
 )
-"""State of the episode whose agent loop calls the current code. None in all other code."""
+"""`EpisodeState` of the episode whose agent loop calls the current code. None in all other code."""
 
 
 def find_own_stop(error: BaseException) -> EpisodeStopped | None:

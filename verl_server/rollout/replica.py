@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.adapter.sglang.capabilities import num_data_parallel_ranks
+from verl_server.adapter.sglang.replies import num_data_parallel_ranks
 from verl_server.config import AdapterConfig, EngineKind
 from verl_server.errors import NotReadyError, ServerDiedError, ShutDownError, VerlServerError
 from verl_server.rollout.health import Observation, ReplicaState

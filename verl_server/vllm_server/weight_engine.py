@@ -22,8 +22,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from verl_server.types import Json
+from verl_server.vllm_server.loading.fast_load import FastLoad
+from verl_server.vllm_server.loading.layerwise_load import LayerwiseLoad
+from verl_server.vllm_server.loading.module_kinds import UnknownModuleError
 from verl_server.vllm_server.loading.reloaded_modules import PartialModuleError, Rehearsal
-from verl_server.vllm_server.loading.weight_load import NamedTensors, WeightLoad, choose_weight_load
+from verl_server.vllm_server.loading.weight_load import NamedTensors, WeightLoad
 from verl_server.vllm_server.weight_session import WeightSession
 from verl_server.weights.checksum import XXH3, compute_checksum
 from verl_server.weights.coverage import ReadTensors
@@ -169,3 +172,17 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
         except Exception as error:
             logger.exception("the step %r of a weight update failed", name)
             self._session.fail(error)
+
+
+def choose_weight_load(model: Any, model_config: Any) -> WeightLoad:
+    """The fast load if it knows all modules of the model, otherwise vLLM's own reload. The choice is logged."""
+    try:
+        load = FastLoad(model)
+    except UnknownModuleError as error:
+        logger.info("weight updates use vLLM's layerwise reload, because the fast load does not know %s", error)
+    except Exception:
+        logger.exception("weight updates use vLLM's layerwise reload, because the fast load could not be prepared")
+    else:
+        logger.info("weight updates use the fast load")
+        return load
+    return LayerwiseLoad(model, model_config)

@@ -122,7 +122,7 @@ class WorkerExtension:
 
 def _dtypes_of(model: torch.nn.Module) -> dict[str, Any]:
     """The report on the parameters as the model's loader fills them: vLLM drops weights that it has packed."""
-    from verl_server.vllm_server.loading.module_kinds import raw_parameters
+    from verl_server.vllm_server.loading.reloaded_modules import raw_parameters
 
     return report_dtypes(
         (f"{path}.{name}", tensor)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_server.adapter.sglang.endpoints import BEGIN_UPDATE, LOADS, OPENAPI, WEIGHTS_CHECKER, Endpoint
 from verl_server.adapter.sglang.request_fields import REQUEST_FIELDS
 from verl_server.errors import UnsupportedError, VerlServerError
-from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server.adapter.http_client import HttpClient
@@ -65,34 +63,3 @@ async def probe_request_fields(http: HttpClient) -> frozenset[str]:
     except UnsupportedError:
         return REQUEST_FIELDS
     return REQUEST_FIELDS.union(schemas["GenerateReqInput"]["properties"])
-
-
-def max_request_tokens(server_info: Json) -> int | None:
-    """Maximum number of tokens of a prompt with its response, from `/server_info`. None if the server does not tell it.
-
-    SGLang calls the number `max_req_input_len`. It is also the shortest prompt that the server refuses.
-    """
-    states = server_info.get("internal_states") or [{}]
-    number = server_info.get("max_req_input_len") or states[0].get("max_req_input_len")
-    return None if number is None else int(number)
-
-
-def max_running_requests(server_info: Json) -> int | None:
-    """Number of requests that a server processes at a time, from `/server_info`. None if the server does not tell it.
-
-    SGLang calls it `effective_max_running_requests_per_dp`: the number for each data parallel rank.
-    """
-    states = server_info.get("internal_states")
-    state = states[0] if isinstance(states, list) and states else None
-    number = state.get("effective_max_running_requests_per_dp") if isinstance(state, dict) else None
-    if not isinstance(number, int) or number < 1:
-        return None
-    return number * num_data_parallel_ranks(server_info)
-
-
-def num_data_parallel_ranks(server_args: Mapping[str, Any]) -> int:
-    """Number of ranks with a scheduler of their own, from `/server_info` or from the arguments of a server.
-
-    SGLang 0.5.23 replaces `dp_size` by `attn_dp_size` if there is DP attention, and refuses both above 1.
-    """
-    return max(int(server_args.get(name) or 1) for name in ("dp_size", "attn_dp_size"))

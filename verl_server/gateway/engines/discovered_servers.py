@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl_server.adapter.sglang.capabilities import max_request_tokens, max_running_requests
+from verl_server.adapter.sglang.replies import max_request_tokens, max_running_requests
 from verl_server.agent.engine_access import EngineAccess
 from verl_server.agent.generate_fn import GenerateFn, limit_concurrency
 from verl_server.agent.user_code import call_user_function, call_within

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_server.adapter.engine import get_engine
-from verl_server.adapter.sglang.capabilities import max_request_tokens
+from verl_server.adapter.sglang.replies import max_request_tokens
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig, Timeouts, WeightsConfig
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.errors import BadInputError

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-from verl_server.adapter.sglang.capabilities import num_data_parallel_ranks
+from verl_server.adapter.sglang.replies import num_data_parallel_ranks
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
 from verl_server.errors import BadInputError, NotReadyError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher

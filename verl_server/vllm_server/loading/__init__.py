@@ -1,6 +1,6 @@
 """How an update gets into the model of one vLLM worker.
 
-weight_load.py        the interface of both ways, and the choice between them
+weight_load.py        the interface of both ways; `weight_engine.py` chooses
 layerwise_load.py     vLLM's own layerwise reload, for every model
 reloaded_modules.py   the modules of a model during vLLM's reload; parts of fused modules
 fast_load.py          one copy and one packing of each module, for models on a CPU whose modules are all known

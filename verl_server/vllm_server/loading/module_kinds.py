@@ -17,8 +17,9 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
+
+from verl_server.vllm_server.loading.reloaded_modules import raw_parameters
 
 VLLMS_RELOAD = "online_process_loader"
 """Name of the loaders of vLLM's reload, and of its quantization at load time."""
@@ -51,13 +52,6 @@ def kinds_of(model: nn.Module) -> dict[str, ModuleKind]:
         except UnknownModuleError as error:
             raise UnknownModuleError(f"{name} ({type(module).__name__}): {error}") from None
     return kinds
-
-
-def raw_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters as the model's loader fills them: those that vLLM has recorded before it packed them, on the meta
-    device, and those that it does not record because they are not packed."""
-    recorded: dict[str, torch.Tensor] = get_layerwise_info(module).restore_metadata[0]
-    return dict(module.named_parameters(recurse=False)) | recorded
 
 
 def _kind_of(module: Any) -> ModuleKind:

@@ -23,7 +23,6 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from verl_server.types import TensorSpec
-from verl_server.vllm_server.loading.module_kinds import raw_parameters
 
 EXPERTS = ".experts."
 """Part of the names of tensors of single experts."""
@@ -221,3 +220,10 @@ def in_module_order(model: nn.Module, tensors: Sequence[tuple[str, torch.Tensor]
 def _fused_modules(model: nn.Module) -> dict[str, str]:
     """The last name of vLLM's module, by that of each module of the checkpoint that vLLM fuses into it."""
     return {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+
+
+def raw_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters as the model's loader fills them: those that vLLM has recorded before it packed them, on the meta
+    device, and those that it does not record because they are not packed."""
+    recorded: dict[str, torch.Tensor] = get_layerwise_info(module).restore_metadata[0]
+    return dict(module.named_parameters(recurse=False)) | recorded

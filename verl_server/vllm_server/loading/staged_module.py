@@ -13,7 +13,8 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from verl_server.vllm_server.loading.module_kinds import ModuleKind, raw_parameters
+from verl_server.vllm_server.loading.module_kinds import ModuleKind
+from verl_server.vllm_server.loading.reloaded_modules import raw_parameters
 from verl_server.vllm_server.loading.scratch import Scratch
 
 
