@@ -340,11 +340,12 @@ def test_a_router_with_few_open_files_loses_no_request(tiny: Callable[..., Path]
 
     It looks the name of the server up, which takes a file, and waits repeatedly for files.
     """
+    folder = str(tiny("qwen3"))  # making a model in the event loop of the server would make the server silent
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         await request.read()
         if request.path != "/generate":
-            return web.json_response({"model_path": str(tiny("qwen3")), "weight_version": "0"})
+            return web.json_response({"model_path": folder, "weight_version": "0"})
         await asyncio.sleep(0.2)
         meta = {"weight_version": "0", "completion_tokens": 1, "finish_reason": {"type": "length", "length": 1}}
         return web.json_response({"output_ids": [5], "text": "", "meta_info": meta})
