@@ -142,8 +142,15 @@ def router(
 
     try:
         servers = [RemoteServer(url, replica_key, replica_admin_key) for url in urls]
-        keys = {"api_key": key, "admin_api_key": admin_key}
-        serve_static(servers, host=host, port=port, **keys, drain_timeout_s=drain_timeout, on_ready=print_ready)
+        serve_static(
+            servers,
+            host=host,
+            port=port,
+            api_key=key,
+            admin_api_key=admin_key,
+            drain_timeout_s=drain_timeout,
+            on_ready=print_ready,
+        )
     except OSError as error:
         raise BadInputError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port or --host"
