@@ -56,10 +56,36 @@ def connected_despite(strangers: Callable[[tuple[str, int], bytes], Any], timeou
 
 def test_a_channel_accepts_only_ranks_that_know_the_key() -> None:
     def strangers(address: tuple[str, int], key: bytes) -> Any:
-        wrong = connect_to_rank_0(address, b"wrong", 1, 5.0)
-        return wrong, connect_to_rank_0(address, key, 7, 5.0)  # there is no rank 7
+        for wrong_key, rank in ((b"wrong", 1), (key, 7)):  # there is no rank 7
+            with pytest.raises(ConnectionError):
+                connect_to_rank_0(address, wrong_key, rank, 0.3)
 
     assert connected_despite(strangers) < 3.0
+
+
+def test_a_rank_whose_handshake_is_lost_connects_again() -> None:
+    """Rank 1 reaches rank 0 through a host that drops its first connection after the challenge."""
+    ranks: list[Channel] = []
+
+    def drop_one(address: tuple[str, int], key: bytes) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(5.0)
+            pool = ThreadPoolExecutor(1)
+            call = pool.submit(connect_to_rank_0, listener.getsockname(), key, 1, 5.0)
+            for is_second in (False, True):
+                outer, inner = listener.accept()[0], socket.create_connection(address)
+                outer.sendall(inner.recv(1024))
+                answer = outer.recv(1024)
+                if is_second:
+                    inner.sendall(answer)
+                    outer.sendall(inner.recv(1024))
+                    ranks.append(call.result(5.0))
+                outer.close()
+                inner.close()
+            pool.shutdown()
+
+    assert connected_despite(drop_one) < 4.0
+    ranks[0].close()
 
 
 def test_strangers_neither_delay_the_ranks_nor_take_memory() -> None:

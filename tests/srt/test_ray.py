@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,49 @@ def test_replicas_are_actors(launcher: Any, one_rank: DeviceMesh, tiny: Callable
         fleet.remove_replica("verl_server_1")
         assert sorted(discover()) == ["verl_server_0"]
     assert not ray.is_initialized()
+
+
+def break_connections(name: str, stop: threading.Event, broken: list[int]) -> None:
+    """Break all connections to the process of the actor `name` again and again, as a link does that is cut.
+
+    The calls that run in the actor go on; their replies are lost. `broken` receives the number of connections.
+    """
+    from verl_server.rollout.launchers.ray_launcher import NAMESPACE
+
+    while not stop.wait(0.2):
+        try:
+            actor = ray.get_actor(name, namespace=NAMESPACE)
+            process = psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+        except ValueError:  # the actor does not exist yet
+            continue
+        ports = {each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"}
+        while not stop.wait(2.0):
+            for port in ports:
+                command = ["ss", "-KHt", "state", "established", "dport", "=", f":{port}"]
+                broken.append(len(subprocess.run(command, capture_output=True, check=True).stdout.splitlines()))
+
+
+def test_an_actor_that_cannot_be_reached_for_a_moment_is_not_dead(launcher: Any, tiny: Callable[..., Path]) -> None:
+    """Its connections break while its server starts and while it serves. Its replies are asked for again."""
+    from verl_server.ray import discover
+
+    if os.geteuid() or not shutil.which("ss"):
+        pytest.skip("only root may break the connections of other processes, with the program ss")
+    stop = threading.Event()
+    broken: list[int] = []
+    link = threading.Thread(target=break_connections, args=("verl_server_0_0", stop, broken))
+    link.start()
+    try:
+        with RolloutManager(1, launcher=launcher, model_path=str(tiny("qwen3")), **SERVER) as fleet:
+            assert sum(broken), "no connection was broken while the server started"
+            (replica,) = fleet.replicas
+            pids, before = replica.pids, len(broken)
+            wait_until(lambda: sum(count > 0 for count in broken[before:]) > 3, 30.0, "no connection breaks")
+            assert discover()["verl_server_0"].base_url == replica.base_url
+            assert (replica.state, replica.pids, replica.restarts) == (ReplicaState.HEALTHY, pids, 0)
+    finally:
+        stop.set()
+        link.join()
 
 
 #: Two fleets on one cluster.

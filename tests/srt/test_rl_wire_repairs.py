@@ -23,7 +23,7 @@ from verl_server.errors import BadInputError, DeadlineError, NotReadyError, Serv
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process import router_main
 from verl_server.router.process.static_replicas import StaticReplicas
-from verl_server.router.rl_wire import folders, models, weight_record
+from verl_server.router.rl_wire import folders, models
 from verl_server.router.rl_wire.lora_control import INCOMPLETE_UNLOAD
 from verl_server.router.rl_wire.models import ServedModels
 
@@ -166,7 +166,6 @@ def test_a_router_that_ends_waits_for_a_running_update(tiny: Tiny, monkeypatch: 
     a = FakeServer("a", folder)
     router = FakeRouter([a])
     monkeypatch.setattr(AsyncHttpServerEngineAdapter, "attach", lambda url, **_: router.servers[url])
-    monkeypatch.setattr(router_main, "DRAIN_TIMEOUT_S", 0.1)
 
     async def scenario() -> None:
         a.waits["update"] = asyncio.Event()
@@ -174,7 +173,7 @@ def test_a_router_that_ends_waits_for_a_running_update(tiny: Tiny, monkeypatch: 
         source = StaticReplicas([RemoteServer(a.base_url)], has_control=True)
         settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "api_key": KEY, "admin_api_key": ADMIN_KEY}
         serving = asyncio.ensure_future(
-            router_main.serve(source, RouterConfig(), **settings, on_ready=ready.set_result)
+            router_main.serve(source, RouterConfig(), **settings, drain_timeout_s=0.1, on_ready=ready.set_result)
         )
         router.url = await ready
         call = asyncio.ensure_future(router.call("/update_weights", {"weight_dir": str(folder)}))
@@ -261,11 +260,14 @@ def test_servers_that_were_started_again_with_older_weights(monkeypatch: pytest.
             await router.until_admitted("a")
             b.version = 1
             await router.until_admitted("ab")
-            monkeypatch.setattr(weight_record, "SILENCE_S", 0.3)
             a.version = 2
             await router.until_admitted("a")
             a.is_silent = True
+            await router.probes()
+            assert router.admitted == "", "requests wait for the other server"
+            monkeypatch.setattr(f"{STATIC}.RETURN_TIMEOUT_S", 0.5)
             await router.until_admitted("b")
+            assert not router.dispatcher.pool.replicas[a.base_url].will_serve, "lost before its version is forgotten"
             a.is_silent = False
             await router.until_admitted("a")
 

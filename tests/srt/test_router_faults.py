@@ -8,6 +8,7 @@ import errno
 import os
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -379,11 +380,12 @@ def test_a_router_with_few_open_files_loses_no_request(tiny: Callable[..., Path]
 
     It looks the name of the server up, which takes a file, and waits repeatedly for files.
     """
+    folder = str(tiny("qwen3"))  # making a model in the event loop of the server would make the server silent
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         await request.read()
         if request.path != "/generate":
-            return web.json_response({"model_path": str(tiny("qwen3")), "weight_version": "0"})
+            return web.json_response({"model_path": folder, "weight_version": "0"})
         await asyncio.sleep(0.2)
         meta = {"weight_version": "0", "completion_tokens": 1, "finish_reason": {"type": "length", "length": 1}}
         return web.json_response({"output_ids": [5], "text": "", "meta_info": meta})
@@ -406,6 +408,44 @@ def test_a_router_with_few_open_files_loses_no_request(tiny: Callable[..., Path]
             finally:
                 process.terminate()
                 await process.wait()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+@pytest.mark.parametrize("drain_timeout_s", [0.1, 60.0])
+def test_a_router_that_is_told_to_end_waits_for_its_requests_as_long_as_it_may(drain_timeout_s: float) -> None:
+    """Takes 13 s with 60 s: a router without the option cancels its requests after 10 s."""
+    arrived = asyncio.Event()
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        if request.path != "/generate":
+            return web.json_response({"weight_version": "0"})
+        await request.read()
+        arrived.set()
+        await asyncio.sleep(12.0)
+        meta = {"weight_version": "0", "completion_tokens": 1, "finish_reason": {"type": "length", "length": 1}}
+        return web.json_response({"output_ids": [5], "text": "", "meta_info": meta})
+
+    async def run() -> None:
+        async with serving(web.Server(answer)) as server:
+            command = [sys.executable, "-m", "verl_server.cli", "router", f"--replica={server}"]
+            command.append(f"--drain-timeout={drain_timeout_s}")
+            env = {**os.environ, "VERL_SERVER_API_KEY": KEY}
+            process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=env)
+            assert process.stdout is not None
+            router = (await process.stdout.readline()).decode().split()[1]
+            async with RouterClient(router, KEY, reconnect_timeout_s=0) as client:
+                call = asyncio.ensure_future(client.generate(input_ids=[1], sampling_params={"max_new_tokens": 1}))
+                await asyncio.wait({call, asyncio.ensure_future(arrived.wait())}, return_when="FIRST_COMPLETED")
+                process.terminate()
+                ended_at = time.monotonic()
+                if drain_timeout_s > 1.0:
+                    assert (await call)["output_ids"] == [5]
+                else:
+                    with pytest.raises(ServerError):
+                        await call
+                await process.wait()
+                assert time.monotonic() - ended_at < 5.0 or drain_timeout_s > 1.0
 
     asyncio.run(asyncio.wait_for(run(), 60.0))
 

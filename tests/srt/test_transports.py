@@ -40,6 +40,7 @@ from verl_server.errors import (
     BadInputError,
     DeadlineError,
     ServerBusyError,
+    ServerError,
     TornWeightsError,
     UnsupportedError,
     VerlServerError,
@@ -660,6 +661,56 @@ def test_a_folder_that_cannot_be_written_changes_nothing(
             engine.update_weights_from_tensor(model.state_dict().items())
         for one in servers:
             assert one.generate(input_ids=[1], sampling_params={"max_new_tokens": 1})["output_ids"]
+
+
+OTHER_FOLDER_TRAINER = """
+import ctypes, subprocess, sys
+import torch, torch.distributed as dist
+from helpers import mesh_of, reference_model
+from verl_server import VerlEngine, WeightsConfig
+from verl_server.config import RemoteServer
+from verl_server.errors import VerlServerError
+model_path, shared, scratch, *keys = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{scratch}/rendezvous", rank=0, world_size=1)
+weights = WeightsConfig(transport="disk", folder=shared)
+servers = [RemoteServer(*keys[:3]), RemoteServer(*keys[3:])]
+with VerlEngine(mesh_of(1), servers=servers, model_path=model_path, dtype="float32", weights=weights) as engine:
+    try:
+        engine.update_weights_from_tensor(reference_model(model_path).state_dict().items())
+    except VerlServerError as error:
+        print(type(error).__name__, error.message)
+"""
+
+
+@pytest.mark.parametrize("server_has_folder", [False, True])
+def test_a_folder_that_the_server_does_not_see_is_named(
+    server_has_folder: bool, servers: list[Any], tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The trainer has a file system of its own there, as on a machine where the server's is not mounted.
+
+    Takes 14 s: the trainer is a program of its own, which imports torch.
+    """
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    shared = mounted if server_has_folder else mounted / "updates"
+    command = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$1" && shift && exec "$@"', "sh", str(mounted)]
+    if os.geteuid() or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let the user mount file systems")
+    command += [sys.executable, "-c", OTHER_FOLDER_TRAINER, str(tiny("qwen3")), str(shared), str(tmp_path)]
+    for server in map(remote_server_of, servers):
+        command += [server.base_url, str(server.api_key), str(server.admin_api_key)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("TornWeightsError"), done.stdout
+    for part in (servers[0].base_url, str(shared), "mount one file system at this path on both machines"):
+        assert part in done.stdout, done.stdout
+    folder = shared / "checkpoint"
+    with pytest.raises(ServerError, match=f"could not load {folder}: .*on its own machine, 127.0.0.1: check that"):
+        servers[0].update_weights_from_disk(folder)
+    for one in servers:
+        one.update_weights_from_disk(tiny("qwen3"))
+        one.continue_generation()
 
 
 TRAINER_STORE = """

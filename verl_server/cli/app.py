@@ -98,6 +98,7 @@ def router(
     replica: options.Replicas = None,
     host: options.Host = LOOPBACK,
     port: options.RouterPort = 0,
+    drain_timeout: options.DrainTimeout = 5.0,
     verbose: Verbose = False,
 ) -> None:
     """Start a router in front of servers that already run.
@@ -139,7 +140,15 @@ def router(
 
     try:
         servers = [RemoteServer(url, replica_key, replica_admin_key) for url in urls]
-        serve_static(servers, host=host, port=port, api_key=key, admin_api_key=admin_key, on_ready=print_ready)
+        serve_static(
+            servers,
+            host=host,
+            port=port,
+            api_key=key,
+            admin_api_key=admin_key,
+            drain_timeout_s=drain_timeout,
+            on_ready=print_ready,
+        )
     except OSError as error:
         raise BadInputError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port or --host"

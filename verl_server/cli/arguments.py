@@ -39,6 +39,12 @@ ServerPort = Annotated[
 RouterPort = Annotated[
     int, typer.Option(help="Port to listen on. 0 chooses a free port.", min=0, max=65535, metavar="PORT")
 ]
+DrainTimeout = Annotated[
+    float,
+    typer.Option(
+        "--drain-timeout", min=0.1, metavar="SECONDS", help="Seconds that running requests may continue after SIGTERM."
+    ),
+]
 TensorParallel = Annotated[
     int, typer.Option("--tp", min=1, metavar="N", help="Number of tensor parallel ranks of the server.")
 ]

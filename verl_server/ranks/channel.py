@@ -25,6 +25,9 @@ from verl_server.types import Json
 
 _HEADER = struct.Struct("!Q")
 HANDSHAKE_TIMEOUT_S = 10.0
+RECONNECT_S = 0.2
+ACCEPTED = b"\x01"
+"""Rank 0 sends it to a rank that has proved its key."""
 """Seconds that a new connection has to prove that it knows the key, in total."""
 MAX_HANDSHAKES = 256
 """Maximum number of connections that have not proved it yet. The oldest is closed when another one comes."""
@@ -242,10 +245,27 @@ class Handshake:
 
 
 def connect_to_rank_0(address: tuple[str, int], key: bytes, rank: int, timeout_s: float) -> Channel:
-    """Connect `rank` to rank 0 at `address` and authenticate with `key`. Raises OSError if that fails."""
-    connection = socket.create_connection(address, timeout=timeout_s)
-    challenge = _receive_exactly(connection, _HEADER.size + CHALLENGE_BYTES)
-    if challenge is None:
-        raise ConnectionError("rank 0 closed the connection before it sent its challenge")
-    send_frame(connection, rank.to_bytes(8, "big") + _proof(key, challenge[_HEADER.size :], rank))
-    return Channel(connection, peer=0)
+    """Connect `rank` to rank 0 at `address` and authenticate with `key`. Raises OSError if that fails.
+
+    A connection that ends before rank 0 has accepted it is replaced by another one, for `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return Channel(_shake_hands(address, key, rank, deadline - time.monotonic()), peer=0)
+        except OSError:
+            if time.monotonic() + RECONNECT_S > deadline:
+                raise
+        time.sleep(RECONNECT_S)
+
+
+def _shake_hands(address: tuple[str, int], key: bytes, rank: int, timeout_s: float) -> socket.socket:
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.create_connection(address, timeout=timeout_s))
+        challenge = _receive_exactly(connection, _HEADER.size + CHALLENGE_BYTES)
+        if challenge is not None:
+            send_frame(connection, rank.to_bytes(8, "big") + _proof(key, challenge[_HEADER.size :], rank))
+            if _receive_exactly(connection, len(ACCEPTED)) is not None:
+                stack.pop_all()
+                return connection
+    raise ConnectionError("rank 0 closed the connection before it accepted this rank")

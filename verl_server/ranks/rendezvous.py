@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_server.errors import BadInputError, PeerError, from_wire, to_wire
-from verl_server.ranks.channel import MAX_HANDSHAKES, Channel, Handshake, connect_to_rank_0
+from verl_server.ranks.channel import ACCEPTED, MAX_HANDSHAKES, Channel, Handshake, connect_to_rank_0
 from verl_server.ranks.machine import reachable_address
 
 
@@ -76,10 +76,14 @@ def _accept_all(listener: socket.socket, key: bytes, size: int, timeout_s: float
                     continue
                 if rank is not None:
                     del handshakes[connection]
-                    if rank in accepted or not 0 < rank < size:
+                    if not 0 < rank < size:
                         connection.close()
-                    else:
-                        accepted[rank] = connection
+                        continue
+                    if rank in accepted:  # the rank has lost this connection before it was told
+                        accepted.pop(rank).close()
+                    with contextlib.suppress(OSError):
+                        connection.send(ACCEPTED)  # the buffer of a new connection has room
+                    accepted[rank] = connection
             late = [one for one, handshake in handshakes.items() if time.monotonic() > handshake.deadline]
             for connection in late or list(handshakes)[:-MAX_HANDSHAKES]:
                 handshakes.pop(connection).connection.close()

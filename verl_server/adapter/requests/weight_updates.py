@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from verl_server.adapter.sglang import endpoints
 from verl_server.adapter.sglang.payloads import (
@@ -19,7 +20,7 @@ from verl_server.adapter.sglang.payloads import (
     weight_version_label,
 )
 from verl_server.adapter.sglang.pushable import require_unpacked_experts
-from verl_server.errors import VerlServerError
+from verl_server.errors import ServerError, VerlServerError
 from verl_server.types import Json
 
 if TYPE_CHECKING:
@@ -131,14 +132,25 @@ async def update_weights_from_disk(
     flush_cache: bool = True,
     weight_version: int | None = None,
 ) -> Json:
-    """Load a checkpoint folder that the server can read.
+    """Load a checkpoint folder, which the server reads on its own machine.
 
-    The folder must contain all weights if the server's weights were released.
+    The folder must contain all weights if the server's weights were released. Raises ServerError if it is not loaded.
     """
     body = update_from_disk_payload(
         model_path, load_format=load_format, flush_cache=flush_cache, weight_version=weight_version
     )
-    reply = await adapter.connection.call_weights(endpoints.UPDATE_FROM_DISK, body)
+    try:
+        reply = await adapter.connection.call_weights(endpoints.UPDATE_FROM_DISK, body)
+    except ServerError as error:
+        if "body" not in error.details:
+            raise
+        host = urlsplit(adapter.base_url).hostname
+        raise ServerError(
+            f"the server at {adapter.base_url} could not load {body['model_path']}: {error.details['body']} The server "
+            f"reads it on its own machine, {host}: check that the folder is there, at the same path and complete (a "
+            "file system that trainer and servers share), and that its tensors fit the model",
+            **error.details,
+        ) from error
     adapter.connection.weights_undefined = False
     return reply
 

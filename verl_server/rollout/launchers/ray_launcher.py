@@ -8,7 +8,6 @@ ends with the job that created it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import threading
@@ -26,7 +25,7 @@ from verl_server.server.visible_devices import VISIBLE_DEVICES
 
 try:
     import ray
-    from ray.exceptions import RayError
+    from ray.exceptions import ActorDiedError, RayError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -35,13 +34,14 @@ except ImportError as error:
     ) from error
 
 from verl_server.rollout.launchers.ray_server import (
+    ACTOR_OPTIONS,
     ANSWER_TIMEOUT_S,
     POLL_INTERVAL_S,
     ServerActor,
     end_actors,
     first_line,
 )
-from verl_server.rollout.launchers.ray_start import attach_head, describe_nodes, start_on_nodes, wait_for
+from verl_server.rollout.launchers.ray_start import ask, attach_head, describe_nodes, start_on_nodes
 from verl_server.type_checks import check_arguments
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class RayLauncher:
         actors: list[Any] = []
         try:
             no_room = f"the cluster has no free resources for {name} ({resources})"
-            wait_for(group.ready(), config.timeouts.start_s, check_abort, no_room)
+            next(ask(group.ready, config.timeouts.start_s, check_abort, no_room))
             for node in range(num_nodes):
                 actor_name = f"{name}_{node}"
                 actors.append(self._create_actor(actor_name, group, node, resources, config, check_abort))
@@ -148,7 +148,7 @@ class RayLauncher:
                     .options(
                         name=name,
                         namespace=self._namespace,
-                        max_concurrency=8,
+                        **ACTOR_OPTIONS,
                         scheduling_strategy=PlacementGroupSchedulingStrategy(group, node),
                         num_cpus=resources.get("CPU", 0),
                         num_gpus=resources.get("GPU", 0),
@@ -197,18 +197,23 @@ def discover(address: str | None = None, namespace: str = NAMESPACE) -> dict[str
     """The servers of the fleets in a Ray namespace, by replica name. They belong to the job that started them.
 
     Connects this process to the cluster at `address` (None: "auto") if it is not connected. It stays connected.
-    Raises ServerError if no cluster is found, and BadInputError for an address that is not HOST:PORT.
+    Raises ServerError if no cluster is found or an actor cannot be reached, and BadInputError for an address that is
+    not HOST:PORT.
     """
     if not ray.is_initialized():
         _connect(address, namespace)
     servers = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         if entry["namespace"] == namespace and (found := re.fullmatch(r"(verl_server_\d+)_0", entry["name"])):
-            with contextlib.suppress(RayError, ValueError):  # the actor has just ended
+            try:
                 actor = ray.get_actor(entry["name"], namespace=namespace)
                 server = ray.get(actor.remote_server.remote(), timeout=ANSWER_TIMEOUT_S)
-                if server is not None:
-                    servers[found[1]] = RemoteServer(**server)
+            except (ActorDiedError, ValueError):  # the actor has just ended
+                continue
+            except RayError as error:  # its server may serve: the list would be wrong without it
+                raise ServerError(f"the actor {entry['name']} does not answer now: {first_line(error)}") from error
+            if server is not None:
+                servers[found[1]] = RemoteServer(**server)
     return servers
 
 

@@ -19,7 +19,7 @@ from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
 from verl_server.errors import StartupError
 from verl_server.ranks.machine import machine_id
-from verl_server.rollout.launchers.ray_server import ServerActor, end_actors, first_line
+from verl_server.rollout.launchers.ray_server import ACTOR_OPTIONS, ServerActor, end_actors, first_line
 from verl_server.rollout.launchers.ray_start import attach_head, describe_nodes, start_on_nodes
 from verl_server.rollout.parallel_config import ParallelConfig
 from verl_server.server.supervisor import AbortCheck
@@ -103,7 +103,7 @@ class PlacedLauncher:
             ray.remote(ServerActor)
             .options(
                 num_cpus=0,
-                max_concurrency=8,
+                **ACTOR_OPTIONS,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
             )
             .remote()

@@ -26,18 +26,26 @@ from verl_server.types import Json
 POLL_INTERVAL_S = 0.5
 ANSWER_TIMEOUT_S = 30.0
 """Seconds within which an actor on a living node answers a short call."""
+ACTOR_OPTIONS = {"max_concurrency": 8, "max_task_retries": -1}
+"""Ray options of a `ServerActor`. When the connection to it breaks, Ray sends the calls in flight again, until it knows
+that the actor is dead: a link that is cut for a moment, and a reply that is lost, say nothing about the server."""
 
 
 class ServerActor:
     """Ray actor that starts the server of one node, watches it and ends it.
 
-    Its methods run in threads, so the actor answers while one method waits.
+    Its methods run in threads, so the actor answers while one method waits. Each of them is short, and may be called
+    again: the reply to the first call may have been lost.
     """
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
+        self._started = threading.Event()
+        """Set when the start has succeeded or failed."""
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._server: Any = None
+        self._outcome: Json = {}
 
     def describe_node(self) -> Json:
         """The node's address, its machine id, and a free address on it for SGLang's distributed initialization."""
@@ -47,7 +55,19 @@ class ServerActor:
         return {"host": host, "machine": machine_id(), "free_address": join_host_port(host, reservation.port)}
 
     def start(self, server_args: Json, config: AdapterConfig, env: Mapping[str, str]) -> Json:
-        """Start the server and wait until it is ready. Returns URL, process id and keys, or an error as JSON."""
+        """Start the server, unless an earlier call has done so.
+
+        Returns URL, process id and keys when it is ready, an error as JSON when it has failed, and {} before that.
+        """
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, args=(server_args, config, env), daemon=True)
+                self._thread.start()
+        self._started.wait(POLL_INTERVAL_S)
+        return self._outcome
+
+    def _run(self, server_args: Json, config: AdapterConfig, env: Mapping[str, str]) -> None:
+        """Start the server, and end it when `stop` is called. A server cannot outlive the thread that has forked it."""
 
         def check_abort() -> VerlServerError | None:
             return ShutDownError("the replica was stopped while it started") if self._stopped.is_set() else None
@@ -55,15 +75,16 @@ class ServerActor:
         try:
             # An actor starts one server: a forkserver of its own would be of no use.
             own_config = replace(config, use_forkserver=config.use_forkserver and shares_forkservers())
-            server = get_engine(own_config.engine_kind).launch(server_args, own_config, env, check_abort)
+            self._server = server = get_engine(own_config.engine_kind).launch(server_args, own_config, env, check_abort)
         except Exception as error:  # noqa: BLE001 - the process that starts the replica raises it
-            return {"error": to_wire(error)}
-        with self._lock:
-            self._server = server
-        if self._stopped.is_set():
-            self.stop()
-        keys = {"api_key": server.api_key, "admin_api_key": server.admin_api_key}
-        return {"base_url": server.base_url, "pid": server.process.pids.main, **keys}
+            self._outcome = {"error": to_wire(error)}
+        else:
+            keys = {"api_key": server.api_key, "admin_api_key": server.admin_api_key}
+            self._outcome = {"base_url": server.base_url, "pid": server.process.pids.main, **keys}
+        self._started.set()
+        self._stopped.wait()
+        if self._server is not None:
+            self._server.process.stop()
 
     def remote_server(self) -> Json | None:
         """The fields of a `RemoteServer`, for other jobs. None while the server is not ready or has ended."""
@@ -88,9 +109,8 @@ class ServerActor:
     def stop(self) -> None:
         """End the server."""
         self._stopped.set()
-        with self._lock:
-            if self._server is not None:
-                self._server.process.stop()
+        if self._thread is not None:
+            self._thread.join()
 
 
 class RayServer(ExitNotifier):
@@ -120,7 +140,7 @@ class RayServer(ExitNotifier):
                     [actor.watch.remote(POLL_INTERVAL_S) for actor in self._actors], timeout=ANSWER_TIMEOUT_S
                 )
             except GetTimeoutError:
-                continue  # a busy node; a call to a dead node raises RayError
+                continue  # a busy node, or one that cannot be reached now; a call to a dead one raises RayError
             except RayError as error:
                 self.note_exit(ExitStatus(f"its Ray actor: {first_line(error)}", None, ""))
                 return

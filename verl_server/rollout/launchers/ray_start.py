@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -19,23 +19,35 @@ from verl_server.rollout.launchers.ray_server import ANSWER_TIMEOUT_S, POLL_INTE
 from verl_server.server.supervisor import AbortCheck
 from verl_server.types import Json
 
+FIRST_ANSWER_TIMEOUT_S = 120.0
+"""Seconds within which a new actor answers. The link to its node may be cut for a part of them."""
 
-def wait_for(reference: Any, timeout_s: float, check_abort: AbortCheck, problem: str) -> Any:
-    """The value of a Ray reference. Raises StartupError after `timeout_s` seconds, or the error of `check_abort`."""
+
+def ask(call: Callable[[], Any], timeout_s: float, check_abort: AbortCheck, problem: str) -> Iterator[Any]:
+    """The values of the Ray references that `call` returns. It is called again after each value, and after a silence.
+
+    Raises StartupError after `timeout_s` seconds, or the error of `check_abort`.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        with contextlib.suppress(GetTimeoutError):
-            return ray.get(reference, timeout=POLL_INTERVAL_S)
-        if (reason := check_abort()) is not None:
-            raise reason
-        if time.monotonic() > deadline:
-            raise StartupError(f"{problem} after {timeout_s:g} s")
+        references, asked_at = call(), time.monotonic()
+        while time.monotonic() - asked_at < ANSWER_TIMEOUT_S:
+            if time.monotonic() > deadline:
+                raise StartupError(f"{problem} after {timeout_s:g} s")
+            if (reason := check_abort()) is not None:
+                raise reason
+            with contextlib.suppress(GetTimeoutError):
+                yield ray.get(references, timeout=POLL_INTERVAL_S)
+                break
 
 
 def describe_nodes(name: str, actors: Sequence[Any], check_abort: AbortCheck) -> list[Json]:
     """What `ServerActor.describe_node` returns on the nodes of the server `name`."""
     problem = f"an actor of {name} does not answer"
-    return [wait_for(actor.describe_node.remote(), ANSWER_TIMEOUT_S, check_abort, problem) for actor in actors]
+    replies: list[Json] = next(
+        ask(lambda: [actor.describe_node.remote() for actor in actors], FIRST_ANSWER_TIMEOUT_S, check_abort, problem)
+    )
+    return replies
 
 
 def start_on_nodes(
@@ -54,23 +66,21 @@ def start_on_nodes(
     that has failed.
     """
     keys = {key: server_args.get(key) or secrets.token_urlsafe(32) for key in SECRET_ARGUMENTS}
-    calls = [
-        actor.start.remote(node_arguments({**server_args, **keys}, node, nodes), config, dict(env))
+    arguments = [
+        (actor, node_arguments({**server_args, **keys}, node, nodes), config, dict(env))
         for node, (actor, env) in enumerate(zip(actors, envs, strict=True))
     ]
-    deadline = time.monotonic() + config.timeouts.start_s + ANSWER_TIMEOUT_S
-    waiting = list(calls)
-    while waiting:  # a node that has failed is noticed while another one still waits for it
-        ready, waiting = ray.wait(waiting, timeout=POLL_INTERVAL_S)
-        for reply in ray.get(ready):
+    timeout_s, problem = config.timeouts.start_s + ANSWER_TIMEOUT_S, f"{name} was not ready"
+    replies: list[Json]
+    for replies in ask(
+        lambda: [actor.start.remote(*rest) for actor, *rest in arguments], timeout_s, check_abort, problem
+    ):
+        for reply in replies:
             if "error" in reply:
                 raise from_wire(reply["error"])
-        if (reason := check_abort()) is not None:
-            raise reason
-        if waiting and time.monotonic() > deadline:
-            raise StartupError(f"{name} was not ready after {config.timeouts.start_s + ANSWER_TIMEOUT_S:g} s")
-    replies: list[Json] = ray.get(calls)
-    return replies
+        if all(replies):
+            return replies
+    raise AssertionError("unreachable: `ask` ends with an error")
 
 
 def attach_head(

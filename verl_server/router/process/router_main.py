@@ -25,7 +25,7 @@ from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.server.ports import join_host_port
 
 DRAIN_TIMEOUT_S = 5.0
-"""Seconds that running requests may continue after the source has ended."""
+"""Seconds that running requests may continue after the source has ended, by default."""
 LISTEN_BACKLOG = 4096
 
 
@@ -57,10 +57,12 @@ async def serve(
     port: int,
     api_key: str,
     admin_api_key: str | None = None,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve requests until the source ends. `on_ready` receives the router's URL when it listens.
 
+    `drain_timeout_s`: seconds that running requests may continue after that.
     `port` 0 takes any free port. Raises OSError when the address cannot be used.
     """
     dispatcher = Dispatcher(config)
@@ -71,7 +73,7 @@ async def serve(
         http_server = RouterHttpServer(
             dispatcher, api_key, source.metrics, control=source.control, admin_api_key=admin_api_key
         )
-        runner = web.ServerRunner(await http_server.create_server(), shutdown_timeout=DRAIN_TIMEOUT_S)
+        runner = web.ServerRunner(await http_server.create_server(), shutdown_timeout=drain_timeout_s)
         stack.push_async_callback(http_server.close)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
@@ -88,20 +90,30 @@ def serve_static(
     port: int,
     api_key: str,
     admin_api_key: str | None,
+    drain_timeout_s: float,
     on_ready: Callable[[str], None],
 ) -> None:
     """Run the router of `verl-server router` until SIGTERM, SIGINT or SIGHUP.
 
-    `admin_api_key`: key of the routes that change weights. None: these routes are not offered. Raises BadInputError for
-    an unusable list of servers and for equal keys, OSError when the address cannot be used.
+    `admin_api_key`: key of the routes that change weights. None: these routes are not offered. `drain_timeout_s`: see
+    `serve`. Raises BadInputError for an unusable list of servers and for equal keys, OSError when the address cannot be
+    used.
     """
     if admin_api_key is not None and hmac.compare_digest(admin_api_key.encode(), api_key.encode()):
         raise BadInputError("the admin key of a router must differ from its API key, which agents have")
     source = StaticReplicas(servers, has_control=admin_api_key is not None)
     collect_garbage_rarely()
-    config = RouterConfig()
     uvloop.run(
-        serve(source, config, host=host, port=port, api_key=api_key, admin_api_key=admin_api_key, on_ready=on_ready)
+        serve(
+            source,
+            RouterConfig(),
+            host=host,
+            port=port,
+            api_key=api_key,
+            admin_api_key=admin_api_key,
+            drain_timeout_s=drain_timeout_s,
+            on_ready=on_ready,
+        )
     )
 
 

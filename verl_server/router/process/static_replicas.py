@@ -53,10 +53,10 @@ class ProbedServers:
         check: ServerCheck | None = None,
         describe: Callable[[Exception], str] = str,
         *,
-        has_control: bool = False,
+        weights: WeightRecord | None = None,
     ) -> None:
-        """`describe`: returns the message for the error of a probe. `has_control`: `check` knows which weight version
-        the servers must have. Otherwise requests go to those with the highest version: a server that was started again
+        """`describe`: returns the message for the error of a probe. `weights`: `check` compares the weight versions of
+        the servers with it. Without it, requests go to those with the highest version: a server that was started again
         has the weights of its checkpoint.
 
         `check`: is called at each probe that a server answers. It raises an exception for a server that must receive
@@ -64,7 +64,7 @@ class ProbedServers:
         for it.
         """
         self._dispatcher, self._check, self._describe = dispatcher, check, describe
-        self._weights = None if has_control else WeightRecord()
+        self._weights, self._checks_weights = weights or WeightRecord(), weights is None
         self._servers: dict[str, RemoteServer] = {}
         self._adapters: dict[str, AsyncHttpServerEngineAdapter] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -125,6 +125,7 @@ class ProbedServers:
         self._odd_infos.pop(name, None)
         self.problems.pop(name, None)
         self.infos.pop(name, None)
+        self._weights.forget_version(name)
         adapter = self._adapters.pop(name)
         self._dispatcher.pool.apply_statuses([ReplicaStatus(name, None, 0, False, False, False, removed=True)])
         await adapter.close_connections()
@@ -148,11 +149,11 @@ class ProbedServers:
             _require_no_preferred_params(info)
             self._require_other_process(name)
             version = parse_weight_version(info.get("weight_version"))
-            if self._weights is not None:
+            if self._checks_weights:
                 self._weights.note_version(pool, name, version)
             if self._check is not None:  # first: an update does not end what it finds, for example another tokenizer
                 await self._check(name, info, self._answering_since.setdefault(name, time.monotonic()))
-            if self._weights is not None:
+            if self._checks_weights:
                 self._weights.require_current(name, version)
             pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
             self._awaited_at[name] = time.monotonic()
@@ -174,6 +175,7 @@ class ProbedServers:
                 will_serve = now - self._awaited_at.get(name, 0.0) < RETURN_TIMEOUT_S
                 pool.update_replica(name, admitted=False, will_serve=will_serve)
             else:  # its connections might never be closed: the requests that run there continue elsewhere
+                self._weights.forget_version(name)
                 await self._adapters[name].close_connections()
                 pool.add_replica(name, self._adapters[name], 0, admitted=False, will_serve=False)
             pool.replicas[name].problem = problem
@@ -259,9 +261,10 @@ class StaticReplicas:
             if signal.getsignal(number) is signal.SIG_IGN:  # as by nohup: the router outlives its terminal
                 continue
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-        self._probed = ProbedServers(dispatcher, self._check, _describe, has_control=self._has_control)
-        if self._has_control:
-            self.control = ReplicaControl(dispatcher.pool, self._probed.adapters)
+        weights = WeightRecord() if self._has_control else None
+        self._probed = ProbedServers(dispatcher, self._check, _describe, weights=weights)
+        if weights is not None:
+            self.control = ReplicaControl(dispatcher.pool, self._probed.adapters, weights)
         await self._probed.set_servers(self._servers)
 
     async def _check(self, name: str, model_info: Json, answering_since: float) -> None:

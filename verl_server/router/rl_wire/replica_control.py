@@ -37,11 +37,14 @@ PAUSE_MODES: Mapping[str, PauseMode] = {
 class ReplicaControl:
     """Operations on all servers of a router. They run one after the other, in the event loop of the dispatcher."""
 
-    def __init__(self, pool: ReplicaPool, servers: Servers) -> None:
-        """`servers`: adapters of the servers by the names of their replicas, as they are at each time."""
+    def __init__(self, pool: ReplicaPool, servers: Servers, weights: WeightRecord) -> None:
+        """`servers`: adapters of the servers by the names of their replicas, as they are at each time.
+
+        `weights`: knows which servers are lost.
+        """
         self._pool, self._servers = pool, servers
         self._lock = asyncio.Lock()
-        self._weights = WeightRecord()
+        self._weights = weights
         self._lora = LoraControl(servers)
         self._pauses = ServerPauses(pool, servers)
         self._checkpoints = CheckpointCheck()

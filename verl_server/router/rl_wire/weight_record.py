@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,9 +13,6 @@ from verl_server.router.rl_wire.server_calls import is_lost
 from verl_server.validation import is_whole_number
 
 logger = logging.getLogger(__name__)
-
-SILENCE_S = 60.0
-"""Seconds after the last answer of a server for which its version counts."""
 
 
 class WeightRecord:
@@ -35,10 +31,8 @@ class WeightRecord:
         """Folder of the last update, and its signature."""
         self._servers: frozenset[str] | None = None
         """Names of the servers that load the weights now, or have loaded the last ones. None: all servers may serve."""
-        self._versions: dict[str, tuple[int, float]] = {}
-        """Version of each server at its last answer, and the time of this answer (`time.monotonic`)."""
-        self._highest = 0
-        """Highest of these versions, without those of servers that are silent for `SILENCE_S`."""
+        self._versions: dict[str, int] = {}
+        """Version of each server at its last answer, without those of lost servers."""
 
     def begin(self, servers: Iterable[str]) -> None:
         """An update begins on these servers."""
@@ -90,17 +84,19 @@ class WeightRecord:
     def note_version(self, pool: ReplicaPool, server: str, version: int) -> None:
         """Note the version of a server. Servers with a lower one receive no requests until they are checked again.
 
-        The version of a server that does not answer counts for `SILENCE_S`: other servers may have missed its update.
-        After that the server is lost, or was started again with other weights.
+        The version of a server that does not answer counts until it is lost: others may have missed its update.
         """
-        now = time.monotonic()
-        self._versions[server] = version, now
-        before, self._highest = self._highest, self._highest_at(now)
+        before, self._versions[server] = self._highest, version
         if self.version is None and not self.torn and version > before:
             leave_out(pool, [name for name, replica in pool.replicas.items() if replica.weight_version < version])
 
-    def _highest_at(self, now: float) -> int:
-        return max((version for version, answered_at in self._versions.values() if now - answered_at < SILENCE_S))
+    def forget_version(self, server: str) -> None:
+        """A server is lost: nobody waits for it any more. It may be started again with other weights."""
+        self._versions.pop(server, None)
+
+    @property
+    def _highest(self) -> int:
+        return max(self._versions.values(), default=0)
 
     def require_current(self, server: str, version: int) -> None:
         """Raise NotReadyError for a server that does not have the weights of the last update."""

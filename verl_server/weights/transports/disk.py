@@ -102,7 +102,11 @@ class Sender(base.Sender):
         try:
             raw = json.loads(_report_path(self._path(attempt), receiver).read_text())
         except (OSError, ValueError):
-            return None
+            problem = (
+                f"the server has written no report to {self._folder}. Its machine does not see this folder of the "
+                "trainer, or may not write there: mount one file system at this path on both machines"
+            )
+            return ReceivedReport(Report(attempt.id, ok=False, error=problem), [])
         report = Report.from_json(raw["report"])
         by_name: dict[str, int] = raw["checksums"]
         has_all_checksums = report.ok and by_name  # a load that failed part-way has checksums of some tensors only
