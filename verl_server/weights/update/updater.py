@@ -119,7 +119,6 @@ class WeightUpdater(ABC):
             self.coordinator.raise_failure,
             self.coordinator.arrival_timeout_s,
             lambda: _known_meshes(named_tensors),
-            previous=self.shared,
         )
         try:
             with self.shared:
