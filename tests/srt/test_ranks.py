@@ -669,6 +669,41 @@ def test_an_update_without_a_shared_mesh_may_fail_on_one_rank(two_ranks: Ranks) 
     assert "load_format 'direct' is not supported" in second[-1][1][1]
 
 
+class _Bar:
+    """A progress bar around a generator: it has a length, and can be read once."""
+
+    def __init__(self, items: Iterator[tuple[str, Any]], total: int) -> None:
+        self._items, self._total = items, total
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return self._items
+
+    def __len__(self) -> int:
+        return self._total
+
+
+class _InterruptedDict(dict[str, Any]):
+    def items(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def _tensors_that_are_read_once(rank: int, world: int) -> float:
+    mesh, updater = mesh_of(world), _engine_of_one_rank(rank)
+    servers: Any = updater.ranks.servers
+    tensors = _tensors_of_step(mesh, 1)
+    with pytest.raises(KeyboardInterrupt if rank == 0 else PeerError):
+        push(updater, _InterruptedDict(tensors) if rank == 0 else tensors)
+    pushed: Any = _Bar(iter(_tensors_of_step(mesh, 2).items()), len(SIZES))
+    push(updater, pushed)
+    updater.close()
+    return float(servers.models[0].tensors["a"][0])
+
+
+def test_tensors_with_a_length_that_can_be_read_once(two_ranks: Ranks) -> None:
+    """And an interrupt while the meshes are found ends this update on all ranks, and no other one."""
+    assert two_ranks.run(_tensors_that_are_read_once) == [2.0, 2.0]
+
+
 def _ranks_make_different_updates(rank: int, world: int) -> list[list[str]]:
     """After each thing that only one rank does, an update with a shared mesh, which may fail, and two that succeed."""
     from verl_server.errors import ShutDownError

@@ -181,8 +181,8 @@ class SharedMeshes:
         self._round, self._number = _Process.next_update
         self._new_round: int | None = None
         """The round that begins after this update, because the ranks have counted differently."""
-        meshes = None if self._is_alone else find_meshes()
-        self._has_mesh: bool | None = None if meshes is None else bool(self.shared(meshes))
+        self._find_meshes = find_meshes
+        self._has_mesh: bool | None = None
         """Whether this update has a shared mesh. None: not known."""
         self._steps: dict[Mesh, int] = {}
         """For each mesh: on how many steps of this update the ranks have agreed."""
@@ -229,7 +229,12 @@ class SharedMeshes:
             logger.debug("the other ranks were not told of an error: %s", failure)
 
     def __enter__(self) -> None:
-        pass
+        try:
+            meshes = None if self._is_alone else self._find_meshes()
+            self._has_mesh = None if meshes is None else bool(self.shared(meshes))
+        except BaseException as interrupt:
+            self.__exit__(None, interrupt, None)
+            raise
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """The update has ended on this rank: the next one has the next number."""
