@@ -55,6 +55,7 @@ class SGLangModel:
     """SGLang's model in this process and in the other TP ranks, as the servers of an update (`UpdatableServers`)."""
 
     undefined_weights = None
+    can_leave_out = False
 
     def __init__(self, model: Any, tp_size: int) -> None:
         from sglang.srt.model_loader.loader import DefaultModelLoader

@@ -49,6 +49,7 @@ class ModelServers:
     """One server, with a model for each TP rank, as the servers of an update (`UpdatableServers`)."""
 
     undefined_weights = None
+    can_leave_out = False
 
     def __init__(self, sizes: Mapping[str, int], tp_size: int = 1) -> None:
         self.models = [LoadedModel(sizes) for _ in range(tp_size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import socket
@@ -486,6 +487,21 @@ def test_an_outcome_is_ignored_when_the_call_was_cancelled(monkeypatch: pytest.M
     arrivals = calls.add_own_arrival("generate#2", {})
     arrivals.complete.cancel()
     calls.add_arrival("generate#2", 1, {})
+
+
+def test_a_call_that_was_cancelled_before_its_thread_arrives_ends() -> None:
+    """It would occupy a thread of the event loop for ever."""
+    first, second = two_coordinators(arrival_timeout_s=0.5)
+    call_id = first.next_call_id("generate")
+    first._leave(call_id, asyncio.CancelledError())  # as the event loop does; the thread of the call begins later
+    thread = ThreadPoolExecutor(1).submit(first.agree, call_id, lambda _: None)
+    try:
+        with pytest.raises(concurrent.futures.CancelledError, match="generate#1 was cancelled"):
+            thread.result(3.0)
+    finally:
+        first._calls.fail_all(errors.PeerError("the test ends"))
+        first.close()
+        second.close()
 
 
 def test_a_receiving_thread_that_fails_is_a_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -669,6 +669,105 @@ def test_an_update_without_a_shared_mesh_may_fail_on_one_rank(two_ranks: Ranks) 
     assert "load_format 'direct' is not supported" in second[-1][1][1]
 
 
+class _Bar:
+    """A progress bar around a generator: it has a length, and can be read once."""
+
+    def __init__(self, items: Iterator[tuple[str, Any]], total: int) -> None:
+        self._items, self._total = items, total
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return self._items
+
+    def __len__(self) -> int:
+        return self._total
+
+
+class _InterruptedDict(dict[str, Any]):
+    def items(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def _tensors_that_are_read_once(rank: int, world: int) -> float:
+    mesh, updater = mesh_of(world), _engine_of_one_rank(rank)
+    servers: Any = updater.ranks.servers
+    tensors = _tensors_of_step(mesh, 1)
+    with pytest.raises(KeyboardInterrupt if rank == 0 else PeerError):
+        push(updater, _InterruptedDict(tensors) if rank == 0 else tensors)
+    pushed: Any = _Bar(iter(_tensors_of_step(mesh, 2).items()), len(SIZES))
+    push(updater, pushed)
+    updater.close()
+    return float(servers.models[0].tensors["a"][0])
+
+
+def test_tensors_with_a_length_that_can_be_read_once(two_ranks: Ranks) -> None:
+    """And an interrupt while the meshes are found ends this update on all ranks, and no other one."""
+    assert two_ranks.run(_tensors_that_are_read_once) == [2.0, 2.0]
+
+
+def _ranks_make_different_updates(rank: int, world: int) -> list[list[str]]:
+    """After each thing that only one rank does, an update with a shared mesh, which may fail, and two that succeed."""
+    from verl_server.errors import ShutDownError
+
+    mesh, updater = mesh_of(world), _engine_of_one_rank(rank)
+    servers: Any = updater.ranks.servers
+    found: list[list[str]] = []
+    step = 0
+
+    def update(mesh: DeviceMesh | None, fails: bool = False, as_dict: bool = False) -> str:
+        nonlocal step
+        step += 1
+        tensors = _tensors_of_step(mesh, step)
+        options = UpdateOptions(None, True, True, PauseMode.RETRACT, True)
+        pushed: Any = tensors if as_dict else (item for item in tensors.items())
+        return raised(lambda: updater.update(pushed, "direct" if fails else None, options))[0]
+
+    def then_together(fails: bool) -> None:
+        nonlocal step
+        numbers: list[Any] = [None] * world
+        dist.all_gather_object(numbers, step)
+        step = max(numbers)
+        kinds = []
+        for number in range(3):
+            kinds.append(update(mesh, fails=fails and rank == 0 and number == 0))
+            if number:
+                for tensor in servers.models[0].tensors.values():
+                    assert tensor.tolist() == [float(step)] * len(tensor), "shards of two steps are mixed"
+        found.append(kinds)
+
+    update(None, as_dict=True)
+    if rank == 1:
+        update(None, as_dict=True)  # repeated on one rank
+    then_together(fails=True)
+    update(None, as_dict=True)
+    if rank == 0:  # a new engine
+        shared_meshes.engine_ended(updater.ranks.global_ranks, ShutDownError("the engine was shut down"))
+        updater.close()
+        updater = _engine_of_one_rank(rank)
+        servers = updater.ranks.servers
+    then_together(fails=True)
+    update(None, fails=rank == 0)
+    update(None, fails=True)
+    then_together(fails=False)
+    for _ in range(rank):
+        update(None)  # from a generator, on one rank
+    then_together(fails=False)
+    update(None, fails=rank == 1)
+    if rank == 1:
+        update(None)  # repeated from a generator, on one rank
+    then_together(fails=False)
+    updater.close()
+    return found
+
+
+def test_ranks_that_make_different_updates_never_mix_two_steps(two_ranks: Ranks) -> None:
+    """All ranks refuse the same update, or none."""
+    first, second = two_ranks.run(_ranks_make_different_updates)
+    good, refused = ["nothing"] * 3, ["PeerError", "nothing", "nothing"]
+    failed = ["BadInputError", "nothing", "nothing"]
+    assert first == [failed, failed, good, refused, refused]
+    assert second == [refused, refused, good, refused, refused]
+
+
 def _the_process_with_the_store_is_stopped(rank: int, world: int) -> tuple[tuple[str, str], float]:
     """Rank 0, which has the store, is stopped while rank 1 waits for it, and continues when rank 1 has given up."""
     mesh, updater = mesh_of(world), _engine_of_one_rank(rank)

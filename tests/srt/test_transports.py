@@ -848,3 +848,23 @@ def test_what_a_server_lacks_is_found_before_its_weights_change(
     servers.__class__ = ModelServers
     assert push(updater, {"a": torch.ones(4)}).weight_version == 1
     updater.close()
+
+
+class SecondServerRefuses(ModelServers):
+    """Two servers that belong to others. The second one cannot open what the transport needs."""
+
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
+        assert all(message.get("opens_only") for message in messages), "a server loads"
+        self.steps.append("open")
+        raise ServerError("the second server cannot open the staging memory", status=500)
+
+
+def test_a_refused_opening_leaves_the_weights_of_all_static_servers_whole() -> None:
+    servers = SecondServerRefuses({"weight": 8})
+    servers.members = [ServerInfo("first", 1), ServerInfo("second", 1)]
+    updater = staged_updater("shared_memory", servers, {"weight": 8})
+    with pytest.raises(ServerError, match="cannot open the staging memory"):
+        push(updater, {"weight": torch.ones(8)})
+    assert servers.steps == ["pause", "begin", "open", "end", "resume"]
+    assert updater.find_torn() is None
+    updater.close()

@@ -47,6 +47,8 @@ class InProcessBackend:
     adapter = None
     """There is no server, so there is no adapter."""
 
+    can_leave_out = False
+
     def __init__(self, server_args: Mapping[str, Any]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="verl-server-engine")
         self.members = [ServerInfo("the engine", int(server_args.get("tp_size") or 1))]

@@ -35,6 +35,8 @@ class HttpServers:
     `shutdown` shuts down the adapters: it ends a server that its adapter started, and leaves other servers running.
     """
 
+    can_leave_out = False
+
     def __init__(
         self,
         adapters: Sequence[HttpServerEngineAdapter],

@@ -7,7 +7,7 @@ import copy
 import queue
 import threading
 from collections import defaultdict
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,9 +59,14 @@ class PendingCalls:
     # -- rank 0 -------------------------------------------------------------------------------------
 
     def add_own_arrival(self, call_id: str, arrival: Json) -> Arrivals:
-        """Record that rank 0 has arrived. Raises `failure` if it is set, and the call's error if rank 0 is too late."""
+        """Record that rank 0 has arrived. Raises `failure` if it is set, and the call's error if rank 0 is too late.
+
+        Raises CancelledError for a call that rank 0 itself has cancelled before its thread arrived.
+        """
         with self._lock:
             self._require_open(call_id)
+            if call_id in self._settled:
+                raise CancelledError(f"{call_id} was cancelled")
             return self._add(call_id, 0, arrival)
 
     def _require_open(self, call_id: str) -> None:

@@ -6,10 +6,16 @@ for all of an update whose tensors are known before, every rank writes its arriv
 outcome writes it, and all ranks take over what was written first. The outcome is an error when a rank has refused its
 update, when its process or its last engine has ended, or when the ranks have different tensors.
 
-Updates are paired by a number that each process counts. It does not count updates that use no such mesh. An update that
-fails while its rank has seen no such mesh, because its tensors come from a generator, counts. If it was an update
-without such a mesh for the other ranks, they find out: it says how many updates without one came before it, and they
-have made more. A rank without an engine makes no updates: its next engine continues with the numbers of the others.
+Updates are paired by a number that each process counts. An update counts unless its tensors are known before and none
+of them uses such a mesh. Tensors of a generator are not known before, so each update from a generator counts, also one
+without such a mesh and one that fails before its first tensor. A rank that has refused the update of a number refuses
+it for all ranks that wait at this number, and all count on.
+
+If ranks wait at different numbers, because only one of them has made an update from a generator, the update is refused
+on all of them, and a new round begins: all count from 1 again. This costs one refused update. Which updates belong
+together is then known only by order: after a failed update from a generator that only one rank has repeated, a further
+one that fails before its first tensor can shift them. A `weight_version` that the caller gives is therefore compared.
+A rank without an engine makes no updates: its next engine continues with the numbers of the others.
 
 All operations of the store have a deadline, because the process that holds it can be stopped or vanish as well.
 """
@@ -44,8 +50,8 @@ class _Process:
 
     num_engines = 0
     """Engines that can work."""
-    update_number = 1
-    """Number of the next update."""
+    next_update = (0, 1)
+    """Round and number of the next update."""
     store: tuple[Any, BoundedStore] | None = None
     """The store of the default process group, and this module's own connection to it."""
 
@@ -82,6 +88,11 @@ def _write(key: str, value: Any) -> None:
     _store("set", f"{PREFIX}/{key}", json.dumps(value))
 
 
+def _pair(value: Any) -> tuple[int, int]:
+    """A round and a number that were read from the store. (0, 0) for None."""
+    return (0, 0) if value is None else (value[0], value[1])
+
+
 def _decide(name: str, outcome: Json) -> None:
     """Set the outcome of a step, unless another rank has."""
     _store("compare_set", f"{PREFIX}/{name}/decision", "", json.dumps(outcome))
@@ -106,7 +117,7 @@ def engine_started(engine_ranks: frozenset[int]) -> None:
         except OSError:  # a sandbox without these files of /proc: no rank can see whether this process lives
             machine = None
         _write(f"engine/{rank}", {"machine": machine, "pid": os.getpid()})
-        _Process.update_number = max(_Process.update_number, _read(f"missed/{rank}") or 1)
+        _Process.next_update = max(_Process.next_update, _pair(_read(f"missed/{rank}")))
 
 
 def engine_ended(engine_ranks: frozenset[int], error: VerlServerError) -> None:
@@ -153,7 +164,7 @@ class SharedMeshes:
     `engine_ranks`: global ranks of this rank's engine; None: no mesh is shared. `version`: the weight version that the
     caller gave, or None. `raise_failure` raises an error when the engine of this rank cannot work any more.
     `timeout_s`: how many seconds a rank waits for another that lives. `find_meshes()`: the meshes of all tensors, or
-    None if they are not known. `previous`: the last update of this engine.
+    None if they are not known.
     """
 
     def __init__(
@@ -163,16 +174,15 @@ class SharedMeshes:
         raise_failure: Callable[[], None] = lambda: None,
         timeout_s: float = 60.0,
         find_meshes: Callable[[], Iterable[frozenset[int]] | None] = lambda: None,
-        previous: SharedMeshes | None = None,
     ) -> None:
         self._engine_ranks, self._version = engine_ranks or frozenset(), version
         self._raise_failure, self._timeout_s = raise_failure, timeout_s
         self._is_alone = engine_ranks is None or not has_other_ranks(engine_ranks)
-        self._number = _Process.update_number
-        self._num_without: int = 0 if previous is None else previous._num_without
-        """Number of the engine's updates without a shared mesh since the last update that counts."""
-        meshes = None if self._is_alone else find_meshes()
-        self._has_mesh: bool | None = None if meshes is None else bool(self.shared(meshes))
+        self._round, self._number = _Process.next_update
+        self._new_round: int | None = None
+        """The round that begins after this update, because the ranks have counted differently."""
+        self._find_meshes = find_meshes
+        self._has_mesh: bool | None = None
         """Whether this update has a shared mesh. None: not known."""
         self._steps: dict[Mesh, int] = {}
         """For each mesh: on how many steps of this update the ranks have agreed."""
@@ -213,31 +223,33 @@ class SharedMeshes:
         if self._is_alone or self._has_left or self._is_over or self._has_mesh is False:
             return
         self._has_left = True
-        left = {"why": _words(error), "num_without": None if self._has_mesh else self._num_without}
         try:
-            _write(f"left/{self._rank()}/{self._number}", left)
+            _write(f"left/{self._rank()}/{self._round}.{self._number}", _words(error))
         except Exception as failure:  # noqa: BLE001 - the trainer ends: its store has ended
             logger.debug("the other ranks were not told of an error: %s", failure)
 
     def __enter__(self) -> None:
-        pass
+        try:
+            meshes = None if self._is_alone else self._find_meshes()
+            self._has_mesh = None if meshes is None else bool(self.shared(meshes))
+        except BaseException as interrupt:
+            self.__exit__(None, interrupt, None)
+            raise
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """The update has ended on this rank: the next one has the next number."""
         if error is not None:
             self.leave(error)
-        if self._is_alone or not (self._steps or self._has_left):
-            self._num_without += 1
+        if self._is_alone or self._has_mesh is False:
             return
-        self._num_without = 0
-        _Process.update_number = self._number + 1
+        _Process.next_update = (self._round, self._number + 1) if self._new_round is None else (self._new_round, 1)
         if self._has_left:
             import torch.distributed as dist
 
             try:
                 for rank in range(dist.get_world_size()):
                     if _end_of_engine(rank) is not None:
-                        _write(f"missed/{rank}", self._number + 1)
+                        _write(f"missed/{rank}", _Process.next_update)
             except Exception as failure:  # noqa: BLE001 - the trainer ends: its store has ended
                 logger.debug("the ranks without an engine were not told of an update: %s", failure)
 
@@ -265,30 +277,19 @@ class SharedMeshes:
         return dist.get_rank()
 
     def _why_left(self, rank: int) -> str | None:
-        """Why a rank has left this update, or None.
-
-        If this update turns out to be a later one than the one that the rank has left, it gets the next number.
-        """
-        left = _read(f"left/{rank}/{self._number}")
-        if left is None:
-            return None
-        if left["num_without"] is not None and left["num_without"] < self._num_without:
-            self._num_without -= left["num_without"] + 1
-            self._number += 1
-            return None
-        return str(left["why"])
+        """Why a rank has left this update, or None."""
+        why: str | None = _read(f"left/{rank}/{self._round}.{self._number}")
+        return why
 
     def _agree(self, mesh: Mesh, tensors: str) -> None:
-        step, name = self._steps.setdefault(mesh, 0), ""
+        step = self._steps.setdefault(mesh, 0)
+        name = f"{_name_of(mesh)}/{self._round}.{self._number}.{step}"
         deadline, next_check = time.monotonic() + self._timeout_s, 0.0
         try:
             self._raise_failure()
-            while True:
-                if not name.endswith(f"/{self._number}.{step}"):  # at first, and with the next number
-                    name = f"mesh/{','.join(map(str, mesh))}/{self._number}.{step}"
-                    _write(f"{name}/{self._rank()}", {"tensors": tensors, "version": self._version})
-                if _has(f"{name}/decision"):
-                    break
+            _write(f"{_name_of(mesh)}/at/{self._rank()}", (self._round, self._number))
+            _write(f"{name}/{self._rank()}", {"tensors": tensors, "version": self._version})
+            while not _has(f"{name}/decision"):
                 outcome = self._complete_outcome(mesh, name)
                 if outcome is None and time.monotonic() > next_check:
                     next_check = time.monotonic() + LIVENESS_POLL_S
@@ -304,6 +305,7 @@ class SharedMeshes:
             raise
         outcome = _read(f"{name}/decision")
         if outcome["error"] is not None:
+            self._new_round = outcome.get("new_round")
             raise PeerError(outcome["error"], ranks=outcome["ranks"])
         self._steps[mesh] = step + 1
         previous, _last_step_of[mesh] = _last_step_of.get(mesh), name
@@ -330,13 +332,21 @@ class SharedMeshes:
 
     def _early_outcome(self, mesh: Mesh, name: str, is_late: bool) -> Json | None:
         """The outcome when a rank will not arrive, otherwise None."""
-        missing, number = [rank for rank in mesh if not _has(f"{name}/{rank}")], self._number
+        missing = [rank for rank in mesh if not _has(f"{name}/{rank}")]
         for rank in missing:
             why = self._why_left(rank) or _end_of_engine(rank) or _end_of_process(rank)
-            if self._number != number:
-                return None
             if why is not None:
                 return {"error": _refusal(rank, why), "ranks": [rank]}
+        at = [_pair(_read(f"{_name_of(mesh)}/at/{rank}")) for rank in missing]
+        if any(self._round == other_round and self._number < number for other_round, number in at):
+            old = json.dumps(self._round) if self._round else ""
+            _store("compare_set", f"{PREFIX}/round", old, json.dumps(self._round + 1))
+        if missing and (new_round := _read("round") or 0) > self._round:
+            message = (
+                "the trainer ranks have made different numbers of updates from generators, so this update is refused "
+                "on all ranks; the next one can succeed. Update from a generator on all ranks, or pass a dict"
+            )
+            return {"error": message, "ranks": missing, "new_round": new_round}
         if is_late and missing:
             message = (
                 f"trainer rank(s) {missing}, which share a device mesh with this rank, did not arrive within "
@@ -348,6 +358,10 @@ class SharedMeshes:
 
 _last_step_of: dict[Mesh, str] = {}
 """The last step of each mesh on which the ranks have agreed. Its keys in the store are removed at the next step."""
+
+
+def _name_of(mesh: Mesh) -> str:
+    return f"mesh/{','.join(map(str, mesh))}"
 
 
 def _refusal(rank: int, why: str) -> str:

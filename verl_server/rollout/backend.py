@@ -35,6 +35,8 @@ class ManagedBackend:
     `shutdown` only ends the use by the engine: the fleet belongs to its `RolloutManager`.
     """
 
+    can_leave_out = True
+
     def __init__(
         self,
         fleet: Fleet,

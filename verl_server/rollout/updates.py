@@ -33,6 +33,8 @@ OTHERS_FAIL_S = 1.0
 class FleetUpdates:
     """The replicas of a fleet as the servers of weight updates (`UpdatableServers`)."""
 
+    can_leave_out = True
+
     def __init__(
         self,
         fleet: Fleet,

@@ -89,6 +89,10 @@ class RayTarget:
     def end_weight_update(self) -> None:
         self.call("end_weight_update")
 
+    @property
+    def can_leave_out(self) -> bool:
+        return bool(self.call("can_leave_out"))
+
     def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
         return bool(self.call("leave_out", list(failed), error))
 

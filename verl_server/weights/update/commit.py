@@ -226,7 +226,7 @@ def prepare(update: StagedUpdate, attempt: UpdateAttempt) -> Iterator[None]:
 def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
     """The steps begin, open, load, end and verify reports. Raises TornWeightsError for any failure after `open`.
 
-    With several servers, for any failure after `begin`.
+    With several servers of which some can be left out, for any failure after `begin`.
     """
     servers, sender, validated = update.servers, update.sender, update.validated
     messages = [
@@ -241,7 +241,7 @@ def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
     ]
     try:
         with open_session(servers):
-            if len(attempt.members) > 1:  # the update is repeated, without those that fail again
+            if servers.can_leave_out and len(attempt.members) > 1:  # it is repeated, without those that fail again
                 update.load_started.set()
             if attempt.members != sender.opened_members:
                 servers.load([{**message, "opens_only": True} for message in messages], None, flush_cache=False)

@@ -60,6 +60,10 @@ class UpdatableServers(Protocol):
     def end_weight_update(self) -> None:
         """Close the weight update session on every member."""
 
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether `leave_out` can leave members out."""
+
     def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
         """Called when an attempt failed because of the members named `failed`, with the `error` of the attempt.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 def _known_meshes(named_tensors: NamedTensors) -> Collection[frozenset[int]] | None:
-    """The device meshes of the DTensors of a collection. None for a generator, and for a collection without tensors."""
+    """The device meshes of the DTensors of a collection. None for a collection without tensors, and for a generator.
+
+    A progress bar around a generator also has a length, but can be read only once.
+    """
     with suppress(Exception):  # the update itself refuses what is wrong
-        if isinstance(named_tensors, Sized) and len(named_tensors):
+        if isinstance(named_tensors, (Mapping, list, tuple)) and named_tensors:
             return meshes_of(named_tensors)
     return None
 
@@ -113,15 +116,14 @@ class WeightUpdater(ABC):
                 "threads cannot update at the same time"
             )
         self._is_updating = True
-        self.shared = SharedMeshes(
-            self.ranks.global_ranks,
-            weight_version,
-            self.coordinator.raise_failure,
-            self.coordinator.arrival_timeout_s,
-            lambda: _known_meshes(named_tensors),
-            previous=self.shared,
-        )
         try:
+            self.shared = SharedMeshes(
+                self.ranks.global_ranks,
+                weight_version,
+                self.coordinator.raise_failure,
+                self.coordinator.arrival_timeout_s,
+                lambda: _known_meshes(named_tensors),
+            )
             with self.shared:
                 yield
         except VerlServerError as failure:
