@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,8 +92,10 @@ class ChatRenderer:
                 hint = did_you_mean(name, sorted(words))
                 raise BadInputError(f"the chat template has no variable {name!r} that can be set{hint}")
         self._check_template(())
-        message = self._apply_template([{"role": "user", "content": "a"}], None, False)
-        self._control_tokens.learn_turn_tokens(message + self.decode_all(sorted(self.end_ids)))
+        self._control_tokens.learn_turn_tokens(
+            lambda messages, is_prompt: self._apply_template(messages, None, is_prompt),
+            self.decode_all(sorted(self.end_ids)),
+        )
 
     def _check_template(self, tools: Sequence[Json]) -> None:
         """Raise UnsupportedError if the template or the tokenizer does not allow rendering of single turns."""
@@ -234,7 +235,9 @@ class ChatRenderer:
         after_assistant, after_user = (
             self._render_after_turn(FIRST_HISTORY, messages, None) for messages in ((), PROBE_MESSAGES[0])
         )
-        header = after_assistant[len(os.path.commonprefix([after_assistant, after_user])) :]  # without the end marker
+        pairs = enumerate(zip(after_assistant, after_user, strict=False))
+        end = next((place for place, (one, other) in pairs if one != other), len(after_assistant))
+        header = after_assistant[end:]  # without the end marker
         return bool(header.strip()) and after_user.endswith(header)
 
     def _is_white_space(self, token_id: int) -> bool:
