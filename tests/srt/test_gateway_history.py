@@ -440,6 +440,83 @@ def test_a_conversation_that_ends_with_a_turn_of_the_policy_keeps_its_tokens(
     assert len(graph.leaves) == (1 if is_generic else 2)
 
 
+WITHOUT_HEADER = {
+    "user message opens": "{%- for m in messages %}{%- if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{%- else %} {{ m.content }}<|im_end|>{%- endif %}{%- endfor %}",
+    "only after others": "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt and messages[-1].role != 'assistant' %}<|im_start|>assistant\n{% endif %}",
+    "another last end": "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{{ '<|eot_id|>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}{%- endfor %}"
+    "{%- if messages[-1].role == 'user' %}<|im_start|>assistant\n{% endif %}",
+}
+
+
+@pytest.mark.parametrize("template", WITHOUT_HEADER)
+def test_no_turn_begins_after_the_end_of_an_assistant_message(template: str, tmp_path: Path) -> None:
+    """The template has no header of a turn there: the policy would generate after its own end marker."""
+    policy = Policy(chat_tokenizer(tmp_path))
+    policy._tokenizer.chat_template = WITHOUT_HEADER[template]
+    policy.turns = ["First."]
+    user, said = {"role": "user", "content": "Go."}, {"role": "assistant", "content": "No more."}
+    renderer, limits = ChatRenderer(policy._tokenizer), RolloutLimits(max_context_tokens=20_000)
+    with Gateway(policy, tmp_path / "run", renderer=renderer, limits=limits) as gateway:
+        info, key = gateway.create_session()
+        turn = returned("chat", ask(gateway, key, "chat", [user]))
+        for messages in ([user, *turn], [user, *turn, user, said], [user, said]):
+            for dialect in PATHS:
+                name = "input" if dialect == "responses" else "messages"
+                body = {"model": "m", name: messages, **({"max_tokens": 9} if dialect == "anthropic" else {})}
+                reply = post(gateway, key, PATHS[dialect], body)
+                assert (reply.status_code, "no header of an assistant turn" in reply.text) == (400, True), reply.text
+        ask(gateway, key, "chat", [user, *turn, user])
+        assert len(graph_of(gateway, info.id).nodes) == 4
+
+
+@pytest.mark.parametrize("dialect", PATHS)
+@pytest.mark.parametrize("said", ["", "No more."])
+def test_a_restart_changes_no_conversation_with_new_turns(dialect: str, said: str, tmp_path: Path) -> None:
+    """A gateway that starts again before each request gives the policy the prompts of one that does not."""
+    policy = Policy(chat_tokenizer(tmp_path))
+    policy.turns = ["First.\n", "Second.", "Third. " + call_text("add", a=1), "Fourth.", "Fifth.", "Sixth."]
+    renderer, limits = ChatRenderer(policy._tokenizer), RolloutLimits(max_context_tokens=20_000)
+    tools = {"chat": TOOLS, "anthropic": ANTHROPIC_TOOLS, "responses": FLAT_TOOLS}[dialect]
+
+    def converse(restarts: bool) -> list[str]:
+        folder, start = tmp_path / str(restarts), len(policy.prompts)
+        gateway = Gateway(policy, folder, renderer=renderer, limits=limits)
+        info, key = gateway.create_session()
+        history: list[Any] = [{"role": "user", "content": "Go."}]
+        for number in range(6):
+            if restarts:
+                gateway.shutdown()
+                gateway = Gateway(policy, folder, renderer=renderer, limits=limits)
+            turn = returned(dialect, ask(gateway, key, dialect, history, tools=tools))
+            history += turn
+            if number == 0 and said:
+                history += [{"role": "user", "content": "On."}, {"role": "assistant", "content": said}]
+            if number == (1 if said else 2):  # the turn after two messages of the assistant
+                history.append(result_of(dialect, turn))
+            if number == 4:
+                history.append({"role": "user", "content": "More."})
+        gateway.shutdown()
+        graph = load_session(folder / f"{info.id}.jsonl")
+        assert len(graph.leaves) == 1
+        assert graph.num_turns(graph.leaves[0]) == 6
+        return policy.prompts[start:]
+
+    assert converse(restarts=True) == converse(restarts=False)
+
+
+def result_of(dialect: str, turn: list[Any]) -> Any:
+    """The result of the call at the end of a turn."""
+    if dialect == "chat":
+        return {"role": "tool", "tool_call_id": turn[-1]["tool_calls"][0]["id"], "content": "3"}
+    if dialect == "responses":
+        return {"type": "function_call_output", "call_id": turn[-1]["call_id"], "output": "3"}
+    part = {"type": "tool_result", "tool_use_id": turn[-1]["content"][-1]["id"], "content": "3"}
+    return {"role": "user", "content": [part]}
+
+
 # -- turns that come back in another form -----------------------------------------------------------
 
 

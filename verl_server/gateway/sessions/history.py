@@ -68,6 +68,11 @@ def last_turn(messages: Sequence[Message]) -> list[Message]:
     return next(([message] for message in reversed(messages) if message["role"] == "assistant"), [])
 
 
+def closing_text(messages: Sequence[Message]) -> list[Json]:
+    """The assistant message without calls at the end of a prompt, if there is one: one message with the next turn."""
+    return [dict(last) for last in messages[-1:] if last["role"] == "assistant" and not last.get("tool_calls")]
+
+
 def _places_of_calls(turn: Sequence[Message]) -> dict[str, int]:
     """The places of the calls of a turn by their ids."""
     return {call["id"]: place for message in turn for place, call in enumerate(message.get("tool_calls") or ())}
@@ -200,9 +205,10 @@ class History:
         `turn_message`: the message of a turn as agents repeat it, for the turn's node and the tools of its prompt.
         """
         keys, tools, turns = dict[int, Key](), dict[int, Sequence[Json]](), dict[int, Sequence[Message]]()
-        arguments = dict[int, Json]()
+        arguments, ends = dict[int, Json](), dict[int, tuple[Key | None, list[Json]]]()
+        """What turns after each node continue: the key before the closing text, and this text."""
         for node in graph.nodes:
-            message, start = node.message or {}, None
+            message, start, said = node.message or {}, None, list[Json]()
             if node.parent is None:
                 tools[node.id], before = message.get("tools", ()), list[Message]()
                 arguments[node.id] = message.get(TEMPLATE_ARGUMENTS, {})
@@ -211,16 +217,22 @@ class History:
                 arguments[node.id] = arguments[node.parent]
             try:
                 if node.sampled:
-                    messages: Sequence[Message] = [turn_message(node, tools[node.id])]
+                    start, said = (None, []) if node.parent is None else ends[node.parent]
+                    messages = normalize_messages([*said, dict(turn_message(node, tools[node.id]))])
                 else:  # an earlier version may have given other ids to the calls
                     messages = normalize_messages([*map(dict, before), *message.get("messages", ())])[len(before) :]
             except Exception:
                 logger.exception("the turn %d of the session %s cannot be read", node.id, graph.session_id)
-                messages = ()  # no client has received the turn
+                messages = []  # no client has received the turn
             turns[node.id] = last_turn(messages) or before
             if messages:
                 digest = prompt_digest(tools[node.id], arguments[node.id])
-                keys[node.id] = conversation_keys(digest, messages, start, before)[-1]
+                found = conversation_keys(digest, messages, start, before)
+                said = closing_text(messages if node.parent is not None else messages[1:])
+                keys[node.id], ends[node.id] = found[-1], ([start, *found][-1 - len(said)], said)
+            elif node.parent is not None and message.get("messages") == []:  # the prompt of a new turn
+                keys[node.id], ends[node.id] = keys[node.parent], ends[node.parent]
             else:
                 keys[node.id] = raw_prompt_key(graph.token_ids(node.id))
+                ends[node.id] = keys[node.id], []
             self.add(keys[node.id], node.id)

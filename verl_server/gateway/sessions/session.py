@@ -29,6 +29,7 @@ from verl_server.gateway.sessions.history import (
     TEMPLATE_ARGUMENTS,
     History,
     Key,
+    closing_text,
     conversation_keys,
     next_branch,
     tools_digest,
@@ -304,8 +305,7 @@ class Session:
         self._require_open()
         assert cursor.leaf is not None
         self._history.add(keys[-1], cursor.leaf)
-        last = request.messages[1:][-1:]
-        said = [dict(message) for message in last if message["role"] == "assistant" and not message.get("tool_calls")]
+        said = closing_text(request.messages[1:])
         return Prompt(cursor, keys[-1 - len(said)], request, fingerprint, said)
 
     async def _render(

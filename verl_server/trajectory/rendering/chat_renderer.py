@@ -92,8 +92,10 @@ class ChatRenderer:
                 hint = did_you_mean(name, sorted(words))
                 raise BadInputError(f"the chat template has no variable {name!r} that can be set{hint}")
         self._check_template(())
-        message = self._apply_template([{"role": "user", "content": "a"}], None, False)
-        self._control_tokens.learn_turn_tokens(message + self.decode_all(sorted(self.end_ids)))
+        self._control_tokens.learn_turn_tokens(
+            lambda messages, is_prompt: self._apply_template(messages, None, is_prompt),
+            self.decode_all(sorted(self.end_ids)),
+        )
 
     def _check_template(self, tools: Sequence[Json]) -> None:
         """Raise UnsupportedError if the template or the tokenizer does not allow rendering of single turns."""
@@ -156,11 +158,13 @@ class ChatRenderer:
         The text of a control token in a message or in a tool is tokenized as ordinary text. In an assistant message
         this holds for tokens that end or begin a message: others belong to a thought or a call. Prompts are cached for
         one minute, so the samples of a group get the same prompt even if the template writes the current time. Raises
-        BadInputError for messages that are invalid, that the template refuses or whose content it does not show, and
-        for a tool whose name the prompt does not contain. Raises UnsupportedError if the text that the template renders
+        BadInputError for messages that are invalid, that the template refuses or whose content it does not show, for an
+        assistant message at the end if the template has no header of a turn after it, and for a tool whose name the
+        prompt does not contain. Raises UnsupportedError if the text that the template renders
         after an assistant turn depends on earlier turns when the template gets these tools.
         """
         validate_messages(messages)
+        self._require_header_after(messages)
         key = key_of(messages, tools)
         if (cached := self._prompts.get(key)) is not None:
             return cached
@@ -201,17 +205,40 @@ class ChatRenderer:
         return self._render_next(messages, turn_ids, tools)
 
     def render_new_turn(self, turn_ids: Sequence[int], tools: Sequence[Json] | None = None) -> list[int]:
-        """As `render_next_turn`, for a turn that follows an assistant turn without a message between."""
+        """As `render_next_turn`, for a turn that follows an assistant turn without a message between.
+
+        Raises BadInputError if the template has no header of a turn there.
+        """
         return self._render_next((), turn_ids, tools)
 
     def _render_next(
         self, messages: Sequence[Message], turn_ids: Sequence[int], tools: Sequence[Json] | None
     ) -> list[int]:
+        self._require_header_after(messages)
         messages, tools, mark = self._control_tokens.mark_prompt(with_call_ids(messages), tools or ())
         text = self._render_after_turn(FIRST_HISTORY, messages, tools)
         require_shown(messages, text)
         token_ids = encode_parts(self.encode, text, mark)
         return token_ids[length_of_overlap(turn_ids, token_ids, self._is_white_space) :]
+
+    def _require_header_after(self, messages: Sequence[Message]) -> None:
+        """Raise BadInputError if the policy would generate directly after the end of an assistant message."""
+        if all(message["role"] == "assistant" for message in messages[-1:]) and not self._has_header_after_assistant:
+            raise BadInputError(
+                "the chat template has no header of an assistant turn after an assistant message, so the policy would "
+                "generate after its end. Let the messages end with a message of another role"
+            )
+
+    @functools.cached_property
+    def _has_header_after_assistant(self) -> bool:
+        """Whether a prompt that ends with an assistant message goes on as one that ends with a user message."""
+        after_assistant, after_user = (
+            self._render_after_turn(FIRST_HISTORY, messages, None) for messages in ((), PROBE_MESSAGES[0])
+        )
+        pairs = enumerate(zip(after_assistant, after_user, strict=False))
+        end = next((place for place, (one, other) in pairs if one != other), len(after_assistant))
+        header = after_assistant[end:]  # without the end marker
+        return bool(header.strip()) and after_user.endswith(header)
 
     def _is_white_space(self, token_id: int) -> bool:
         if token_id not in self._white_space:

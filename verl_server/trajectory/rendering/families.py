@@ -152,8 +152,12 @@ class FamilyRenderer(ChatRenderer):
             self._marking_tokenizer = _MarkingTokenizer(tokenizer)
             self._marking_family: Any = create_renderer(self._marking_tokenizer, config)
             """Renders messages with marks, see `foreign_text`."""
-            message = self._family.render_ids([{"role": "user", "content": "a"}], add_generation_prompt=False)
-            self._control_tokens.learn_turn_tokens(self.decode_all([*message, *sorted(self.end_ids)]))
+            self._control_tokens.learn_turn_tokens(
+                lambda messages, is_prompt: self.decode_all(
+                    self._family.render_ids(_as_dicts(messages), add_generation_prompt=is_prompt)
+                ),
+                self.decode_all(sorted(self.end_ids)),
+            )
         except Exception as error:
             raise UnsupportedError(f"this tokenizer is not of the family {family!r}: {error}") from error
 

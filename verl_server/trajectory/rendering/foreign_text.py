@@ -8,6 +8,7 @@ for the schema of a tool, for example from an MCP server.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import re
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.rendering.messages import IMAGE_TYPES, Message
+from verl_server.trajectory.rendering.messages import ASSISTANT_PLACEHOLDER, IMAGE_TYPES, Message, stand_in_calls
 from verl_server.types import Json
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
@@ -46,13 +47,43 @@ class ControlTokens:
         self._special, self._all = _starts_of(special), _starts_of(self._names)
         self._turn = _starts_of(())
 
-    def learn_turn_tokens(self, text: str) -> None:
-        """Let the tokens in a text count in all messages. `text`: a message of the user as rendered, and end markers.
+    def learn_turn_tokens(self, render: Callable[[Sequence[Message], bool], str], end_markers: str) -> None:
+        """Let the tokens that begin and end messages count in all messages. Some tokenizers do not call them special.
 
-        Some tokenizers do not call them special.
+        `render`: renders messages, and the header of the next turn if the second argument is true. The texts before
+        the first message, which may be instructions, do not count, nor do tokens that are words.
         """
-        found = {name for name in self._names if name in text}
+        user, turn, system = (
+            {"role": role, "content": ASSISTANT_PLACEHOLDER} for role in ("user", "assistant", "system")
+        )
+        result: Message = {"role": "tool", "content": ASSISTANT_PLACEHOLDER, "tool_call_id": "call00000", "name": "f"}
+        calling = [user, turn | stand_in_calls([result])]
+
+        def parts_of(*messages: Message, is_prompt: bool = False) -> list[str]:
+            """The text before, between and after the contents. Empty texts if the template refuses the messages."""
+            with contextlib.suppress(Exception):
+                if len(parts := render(messages, is_prompt).split(ASSISTANT_PLACEHOLDER)) > len(messages):
+                    return parts
+            return [""] * (len(messages) + 1)
+
+        _, to_turn, to_user, end = parts_of(user, turn, user)
+        turn_header = to_turn.removeprefix(end)
+        prompt_header = parts_of(user, is_prompt=True)[-1].removeprefix(end)
+        to_result = parts_of(*calling, result)[-2].removeprefix(parts_of(*calling)[-1])
+        is_special = self._special_names.__contains__
+        found = {*self._tokens_in(end_markers + to_user + end)}
+        # The other tokens of these headers may open a thought, which belongs to the text of a turn.
+        for header in (turn_header, prompt_header, to_result):
+            found |= {name for name in self._tokens_in(header)[:1] if header.lstrip().startswith(name)}
+        found |= {*filter(is_special, self._tokens_in(turn_header))} & {*self._tokens_in(prompt_header)}
+        before_system = parts_of(system, user)[0].rstrip()
+        found |= {name for name in self._tokens_in(before_system)[-1:] if before_system.endswith(name)}
+        found = {name for name in found if is_special(name) or not name.isalnum()}
         self._turn, self._special = _starts_of(found), _starts_of({*self._special_names, *found})
+
+    def _tokens_in(self, text: str) -> list[str]:
+        names = sorted(filter(text.__contains__, self._names), key=len, reverse=True)
+        return re.findall("|".join(map(re.escape, names)), text) if names else []
 
     def _pattern_of(self, message: Message) -> re.Pattern[str]:
         patterns = {"assistant": self._turn, "tool": self._all}
