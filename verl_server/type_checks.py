@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from verl_server.errors import BadInputError
-from verl_server.validation import to_plain
+from verl_server.validation import is_bool, to_plain
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -66,9 +66,9 @@ def checked_value(name: str, value: object, expected: Any, *, is_secret: bool = 
 
     Otherwise raise BadInputError, which does not show a value that `is_secret`, nor the items of dicts and lists.
     """
-    value = to_plain(value) if isinstance(value, Real) else value
+    value = to_plain(value) if isinstance(value, Real) or is_bool(value) else value
     try:
-        _adapter(expected).validate_python(value, strict=True)
+        checked = _adapter(expected).validate_python(value, strict=True)
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
         given = first["input"]
@@ -78,6 +78,9 @@ def checked_value(name: str, value: object, expected: Any, *, is_secret: bool = 
         kind = type(given).__name__
         got = f"a value of type {kind}" if is_secret or is_item else f"{_SHORT.repr(given)} ({kind})"
         raise BadInputError(f"{name}{place} {' or '.join(wanted)}, got {got}", argument=name) from None
+    if isinstance(checked, float) and not isinstance(value, Real):  # pydantic calls `__float__`, as of a tensor
+        got = type(value).__name__ if is_secret else f"{_SHORT.repr(value)} ({type(value).__name__})"
+        raise BadInputError(f"{name} must be a valid number, got {got}", argument=name)
     return value
 
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import traceback
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from aiohttp import web
 from helpers import free_port
 from stub_servers import serving
 
-from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, RemoteServer
+from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, RemoteServer, Timeouts
 from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.errors import BadInputError, ServerDiedError, ServerError, UnsupportedError
+from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, ServerError, UnsupportedError
 from verl_server.router.client import RouterClient
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import StaticReplicas
@@ -544,6 +544,74 @@ def test_all_requests_go_to_one_address_of_a_server_with_several(
 
     asyncio.run(run())
     assert ("is used" in caplog.text) is (process is None), "these might be two servers"
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_call_goes_to_another_address_of_its_server_when_the_first_one_ends(
+    is_silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, with its own retries. `is_silent`: the address refuses nothing; packets to it get no answer."""
+
+    async def run() -> None:
+        async with serving(process_server("a"), host="127.0.0.2") as url, contextlib.AsyncExitStack() as stack:
+            port = int(url.rpartition(":")[2])
+            await stack.enter_async_context(serving(process_server("a"), port, "127.0.0.3"))
+            let_name_have(["127.0.0.3"], monkeypatch)
+            config = AdapterConfig(Timeouts(connect_s=0.3))
+            adapter = AsyncHttpServerEngineAdapter.attach(f"http://policy.invalid:{port}", config=config)
+            await adapter.get_model_info()
+            let_name_have(["127.0.0.3", "127.0.0.2"], monkeypatch)
+            await stack.aclose()
+            if is_silent:
+                with silent_address("127.0.0.3", port):
+                    with pytest.raises(DeadlineError, match="there was no connection"):
+                        await adapter.get_model_info()
+                    await adapter.get_model_info()
+            calls = [adapter.get_model_info() for _ in range(8)]
+            assert [each["weight_version"] for each in await asyncio.gather(*calls)] == [3] * 8
+            await adapter.close_connections()
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def silent_address(host: str, port: int) -> Iterator[None]:
+    """An address where connections are not accepted, and not refused: the queue of its socket is full."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((host, port), backlog=0))
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield
+
+
+@pytest.mark.parametrize("ping_s", [0.0, 1.0])
+@pytest.mark.parametrize("other_answers", [False, True])
+def test_the_server_is_found_among_the_addresses_of_its_name(
+    ping_s: float, other_answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while it is too busy to answer at once, and beside another service, which names no process."""
+
+    async def slow(request: web.BaseRequest) -> web.StreamResponse:
+        await asyncio.sleep(ping_s)
+        return web.json_response({"weight_version": "3"}, headers={"x-verl-server-process": "a"})
+
+    async def other(request: web.BaseRequest) -> web.StreamResponse:
+        raise web.HTTPNotFound
+
+    async def run() -> None:
+        async with serving(web.Server(slow), host="127.0.0.3") as url, contextlib.AsyncExitStack() as stack:
+            port = int(url.rpartition(":")[2])
+            if other_answers:
+                await stack.enter_async_context(serving(web.Server(other), port, "127.0.0.2"))
+            let_name_have(["127.0.0.2", "127.0.0.3"], monkeypatch)
+            config = AdapterConfig(Timeouts(connect_s=0.3), max_retries=0)
+            adapter = AsyncHttpServerEngineAdapter.attach(f"http://policy.invalid:{port}", config=config)
+            assert (await adapter.get_model_info())["weight_version"] == 3
+            await adapter.close_connections()
+
+    asyncio.run(run())
 
 
 def test_a_server_that_is_listed_under_two_addresses_is_one_replica() -> None:

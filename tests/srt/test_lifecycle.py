@@ -333,15 +333,21 @@ def test_a_stream_that_is_lost_in_the_thread_of_its_adapter_ends(adapter: HttpSe
 
 
 def test_an_engine_that_is_lost_ends_its_server(
-    one_rank: DeviceMesh, tiny: Callable[..., Path], caplog: pytest.LogCaptureFixture
+    adapter: HttpServerEngineAdapter,
+    one_rank: DeviceMesh,
+    tiny: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As in a notebook whose cell runs twice."""
-    engine = VerlEngine(one_rank, model_path=str(tiny("qwen3")), dtype="float32", max_total_tokens=8192)
+    """As in a notebook whose cell runs twice. The next engine starts when the server has ended: both need the GPU."""
+    folder = str(tiny("qwen3"))
+    engine = VerlEngine(one_rank, model_path=folder, dtype="float32", max_total_tokens=8192)
     assert engine.adapter is not None
     process = engine.adapter.process
     assert process is not None
     main = process.pids.main
     del engine
     gc.collect()
-    wait_until(lambda: not psutil.pid_exists(main), 20.0, "the server still runs")
+    running = remote_server_of(adapter)
+    with VerlEngine(one_rank, servers=[running], model_path=adapter.server_args["model_path"], dtype="float32"):
+        assert not psutil.pid_exists(main), "the server still runs"
     assert "lost without shutdown" in caplog.text

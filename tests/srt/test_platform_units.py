@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
+import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+import uvicorn
 
 from verl_server.platforms import PLATFORM_CLASS, activate, memory, seeds, threads
 from verl_server.platforms.kv_cache_size import pool_tokens
+from verl_server.platforms.request_gate import EndsWithClient
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")
 
@@ -136,3 +141,46 @@ def test_only_a_new_program_with_one_thread_forks_workers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["True", "False", "False"]
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_a_generation_ends_with_its_client_and_not_after_its_reply(http: Any) -> None:
+    """A client that closes its connection after the reply takes nothing from the work that follows the reply."""
+    events: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            while (message := await receive())["more_body"]:
+                pass
+            await asyncio.sleep(float(message["body"]))
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"hi"})
+            await asyncio.sleep(0.3)
+            events.append("done")
+        except asyncio.CancelledError:
+            events.append("cancelled")
+            raise
+
+    async def call(port: int, seconds: float, *, reads: bool) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = f"{seconds}".encode()
+        writer.write(b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        if reads:
+            assert (await reader.readuntil(b"hi")).endswith(b"hi")
+        else:
+            await asyncio.sleep(0.2)
+        writer.close()
+        await asyncio.sleep(0.6)
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            config = uvicorn.Config(EndsWithClient(app), log_level="error", http=http, lifespan="off")
+            server = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve([listener]))
+            await call(listener.getsockname()[1], 0.1, reads=True)
+            await call(listener.getsockname()[1], 5.0, reads=False)
+            server.should_exit = True
+            await serving
+
+    asyncio.run(run())
+    assert events == ["done", "cancelled"]

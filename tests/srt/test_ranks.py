@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -592,8 +593,40 @@ def _engine_of_one_rank(rank: int) -> StagedUpdater:
     updater = staged_updater("shared_memory", ModelServers(SIZES), SIZES)
     updater.ranks = dataclasses.replace(updater.ranks, global_ranks=frozenset({rank}))
     updater._writer_ranks = frozenset({rank})
-    shared_meshes.engine_started(updater.ranks.global_ranks)
+    shared_meshes.engine_started(updater, updater.ranks.global_ranks)
     return updater
+
+
+def _engines_that_end_and_start(rank: int, world: int) -> list[bool]:
+    """Whether the other ranks know of an end of this rank's last engine."""
+    first, second, third, ranks = object(), object(), object(), frozenset({rank})
+    error, known = PeerError("ended"), list[bool]()
+
+    def note() -> None:
+        known.append(shared_meshes._end_of_engine(rank) is not None)
+
+    shared_meshes.engine_started(first, ranks)
+    shared_meshes.engine_ended(second, ranks, error)  # it failed while it started
+    note()
+    shared_meshes.engine_ended(first, ranks, error)
+    note()
+    for turn in range(100):  # a lost engine ends in another thread while the next one starts
+        shared_meshes.engine_started(second, ranks)
+        thread = threading.Thread(target=shared_meshes.engine_ended, args=(second, ranks, error))
+        thread.start()
+        time.sleep(turn * 1e-5)
+        shared_meshes.engine_started(third, ranks)
+        thread.join()
+        note()
+        shared_meshes.engine_ended(second, ranks, error)
+        note()
+        shared_meshes.engine_ended(third, ranks, error)
+    return known
+
+
+def test_an_engine_that_ends_late_does_not_end_the_next_one_of_its_rank(two_ranks: Ranks) -> None:
+    for known in two_ranks.run(_engines_that_end_and_start):
+        assert known == [False, True] + [False] * 200
 
 
 def _tensors_of_step(mesh: DeviceMesh | None, step: int) -> dict[str, Any]:

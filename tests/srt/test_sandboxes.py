@@ -606,6 +606,30 @@ def test_a_command_server_that_is_killed_ends_commands_with_an_infrastructure_er
     assert not processes_with("4074")
 
 
+def test_a_command_fails_while_no_namespace_for_it_can_be_made() -> None:
+    """And nothing waits. Later commands run. The process that makes namespaces lacks file descriptors here."""
+
+    async def body(box: LocalSandbox) -> tuple[Any, Any]:
+        server = command_server_of(box)
+        maker = server.parent()
+        assert maker is not None
+        (first,) = server.children()
+        limits = maker.rlimit(psutil.RLIMIT_NOFILE)
+        used = {int(entry) for entry in os.listdir(f"/proc/{maker.pid}/fd")}
+        free = min(set(range(len(used) + 1)) - used)
+        maker.rlimit(psutil.RLIMIT_NOFILE, (free, limits[1]))
+        first.kill()
+        wait_until(lambda: not server.children(), 5.0, "the first process still runs")
+        refused = await asyncio.wait_for(box.run("echo hi"), 5.0)
+        maker.rlimit(psutil.RLIMIT_NOFILE, limits)
+        return refused, await box.run("echo hi")
+
+    refused, later = run_in_sandbox(body)
+    assert refused.exit_code == 126
+    assert "the command cannot be started: no process namespace" in refused.stderr
+    assert later.stdout == "hi\n"
+
+
 def test_an_answer_that_arrives_while_the_event_loop_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example by a training step in the event loop. The sandbox has answered in time, and stays usable."""
     monkeypatch.setattr(local_sandbox, "ANSWER_TIMEOUT_S", 0.5)

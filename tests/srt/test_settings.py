@@ -11,6 +11,7 @@ import pkgutil
 import re
 import threading
 from collections import UserDict, UserList
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
@@ -307,6 +308,16 @@ def test_numbers_paths_and_types_of_other_libraries_are_accepted() -> None:
     assert (type(nnodes), server_args["dtype"]) == (int, "bfloat16")
     disk = update_from_disk_payload(folder, load_format=None, flush_cache=True, weight_version=None)
     assert disk["model_path"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    "wrong", [True, np.True_, torch.tensor(1.5), torch.tensor(True), np.array(1.5), Decimal("1.5")]
+)
+def test_a_number_of_seconds_is_a_number(wrong: Any) -> None:
+    """Not what Python can convert to one: it would stay a tensor, or become True."""
+    with pytest.raises(BadInputError, match=r"Timeouts.start_s must be a valid number, got .* \("):
+        Timeouts(start_s=wrong)
+    assert AdapterConfig(use_forkserver=np.False_).use_forkserver is False  # type: ignore[arg-type]
 
 
 def test_defaults_and_zeros_may_be_given() -> None:

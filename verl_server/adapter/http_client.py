@@ -9,6 +9,7 @@ import asyncio
 import copy
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 #: Seconds that an idle connection is kept. SGLang's uvicorn closes idle connections after 5 s; ours are closed earlier,
 #: because a request could otherwise be sent into a closing connection.
 KEEP_ALIVE_S = 2.0
+#: Seconds for which the address of a host name is not looked up again.
+LOOKUP_S = 10.0
 #: Seconds before a retry, multiplied by the number of the attempt.
 RETRY_PAUSE_S = 0.1
 #: Seconds to wait, after a connection broke, for the news that the server's process has ended.
@@ -82,8 +85,8 @@ class HttpClient:
         self._failure: VerlServerError | None = None
         """The error of `fail`. Every later call raises a copy: a raised error refers to the frames of its callers."""
         self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
-        self._address: str | None = None
-        """The numeric address of the host name to which all connections go."""
+        self.address: str | None = None
+        """The numeric address of the host name to which all connections go. None: it is chosen at the next one."""
         self.on_restart: Callable[[], bool] | None = None
         """Called when another server process answers than before. Returns whether the server has lost what the caller
         relies on: the reply is then not used, and the call raises ServerError. None: any process may answer."""
@@ -153,7 +156,7 @@ class HttpClient:
             return copy.copy(self._failure)
         url = self.base_url + endpoint.path
         if isinstance(error, aiohttp.ClientConnectorError):
-            self._address = None  # the server may answer at another address of the host name
+            self.address = None
             return ServerError(
                 f"nothing answers at {self.base_url} ({error.strerror or error}): check that the server runs, and that "
                 "this is its host and port",
@@ -205,36 +208,41 @@ class HttpClient:
     async def choose_address(self, found: list[aiohttp.abc.ResolveResult]) -> aiohttp.abc.ResolveResult:
         """The one of the addresses of the host name to which all connections go.
 
-        Where there are several, the same one as before, or the first at which a server answers: one server may have
+        Where there are several, the same one as before, or the first at which the server is found: one server may have
         many (IPv4 and IPv6, a tunnel), and a headless service of Kubernetes has one for each server. Raises ServerError
-        if different processes answer, and the error of a connection if none does.
+        if different processes answer, and the error of a connection if there is none.
         """
-        chosen = next((each for each in found if each["host"] == self._address), None)
+        chosen = next((each for each in found if each["host"] == self.address), None)
         if chosen is None and len(found) > 1:
             answers = await asyncio.gather(*map(self._ask_process, found), return_exceptions=True)
-            answering = [(each, who) for each, who in zip(found, answers, strict=True) if isinstance(who, str)]
-            if not answering and isinstance(answers[0], BaseException):
+            reached = [(at, each) for at, each in zip(found, answers, strict=True) if isinstance(each, tuple)]
+            if not reached and isinstance(answers[0], BaseException):
                 raise answers[0]
-            hosts, processes = ", ".join(each["host"] for each, _ in answering), {who for _, who in answering}
+            hosts, processes = ", ".join(at["host"] for at, _ in reached), {process for _, (_, process) in reached}
             if len(processes - {""}) > 1:
                 raise ServerError(f"{self.base_url} has the addresses {hosts} of different servers: {ONE_SERVER}")
-            chosen = answering[0][0]
-            if "" in processes and len(answering) > 1:
+            chosen = min(reached, key=lambda each: each[1][0])[0]
+            if "" in processes and len(reached) > 1:
                 logger.warning("%s has the addresses %s: only %s is used", self.base_url, hosts, chosen["host"])
         chosen = chosen or found[0]
-        self._address = chosen["host"]
+        self.address = chosen["host"]
         return chosen
 
-    async def _ask_process(self, address: aiohttp.abc.ResolveResult) -> str:
-        """The id of the server process that answers at an address. Empty if its replies name no process."""
+    async def _ask_process(self, address: aiohttp.abc.ResolveResult) -> tuple[int, str]:
+        """The server process at an address: a rank, which is lower the surer it is our server, and the id or ""."""
         parts, host = urlsplit(self.base_url), join_host_port(address["host"], address["port"])
         url, headers = parts._replace(netloc=host).geturl() + PING.path, {**self._headers, "Host": parts.netloc}
-        timeout = aiohttp.ClientTimeout(total=self._deadlines[OperationKind.CONTROL].sock_connect)
-        async with (
-            aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
-            session.get(url, headers=headers, server_hostname=parts.hostname, allow_redirects=False) as reply,
-        ):
-            return reply.headers.get(PROCESS_HEADER, "")
+        connect_s = self._deadlines[OperationKind.CONTROL].sock_connect or 0.0
+        timeout = aiohttp.ClientTimeout(total=2 * connect_s, sock_connect=connect_s, sock_read=connect_s)
+        try:
+            async with (
+                aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
+                session.get(url, headers=headers, server_hostname=parts.hostname, allow_redirects=False) as reply,
+            ):
+                process = reply.headers.get(PROCESS_HEADER, "")
+                return 0 if process else 3 if reply.status == 404 else 1, process  # 404: another service
+        except aiohttp.SocketTimeoutError:
+            return 2, ""  # connected: a server that is busy
 
     def pool(self) -> _Pool:
         """The connection pool of the running event loop."""
@@ -243,7 +251,11 @@ class HttpClient:
         if pool is None or pool.session.closed:
             self._remove_closed_loops()
             connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=open_socket, resolver=_PinningResolver(self)
+                limit=0,
+                keepalive_timeout=KEEP_ALIVE_S,
+                socket_factory=open_socket,
+                resolver=_PinningResolver(self),
+                ttl_dns_cache=0,  # the resolver knows when its choice holds
             )
             session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=READ_BUFFER_BYTES)
             pool = self._pools[loop] = _Pool(session)
@@ -277,12 +289,18 @@ class _PinningResolver(aiohttp.ThreadedResolver):
 
     def __init__(self, client: HttpClient) -> None:
         super().__init__()
-        self._choose = client.choose_address
+        self._client = client
+        self._chosen: dict[tuple[str, int], tuple[float, aiohttp.abc.ResolveResult]] = {}
+        """By host name and port: until when a choice holds, and the choice. One that has failed holds no longer."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[aiohttp.abc.ResolveResult]:
-        return [await self._choose(await super().resolve(host, port, family))]
+        until, chosen = self._chosen.get((host, port), (0.0, None))
+        if chosen is None or time.monotonic() > until or chosen["host"] != self._client.address:
+            chosen = await self._client.choose_address(await super().resolve(host, port, family))
+            self._chosen[host, port] = time.monotonic() + LOOKUP_S, chosen
+        return [chosen]
 
 
 class _Pool:
@@ -327,6 +345,7 @@ class _Request:
         try:
             response: aiohttp.ClientResponse = await self._context.__aenter__()
         except aiohttp.ConnectionTimeoutError as error:
+            self._http.address = None
             raise self._connect_error() from error
         except TimeoutError as error:
             raise self._deadline_error() from error

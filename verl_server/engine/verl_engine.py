@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import logging
+import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ class VerlEngine:
         self._weights: WeightUpdater | None = None
         self._at_loss: weakref.finalize[..., Any] | None = None
         self._loras = LoraAdapters(server_args)
+        _wait_for_lost_engines(2 * timeouts.stop_s)
         self._group = group = connect_coordinator(device_mesh_cpu, nnodes, timeouts.ranks_s)
         self._control = RankControl(
             group, self._require_backend, self._require_updater, self._get_refusal, 4 * timeouts.control_s)  # fmt: skip
@@ -95,13 +97,15 @@ class VerlEngine:
             trainer_ranks = frozenset(device_mesh_cpu.mesh.flatten().tolist())
 
             def end(error: VerlServerError) -> None:
-                engine_ended(trainer_ranks, error)
+                engine_ended(group, trainer_ranks, error)
                 if (call := on_failure()) is not None:
                     call(error)
 
             group.on_failure = end
+            engine_started(group, trainer_ranks)
+            if group.failure is not None:  # since before the start: it may not have been noted
+                end(group.failure)
             group.raise_failure()
-            engine_started(trainer_ranks)
             ranks = EngineRanks(group, placement, trainer_ranks, self._backend, timeouts.weights_s)
             self._weights = start_weight_updater(ranks, self._backend, server_args, weights or WeightsConfig())
             self._at_loss = weakref.finalize(self, _end_lost_engine, group, self._backend, self._weights)
@@ -338,6 +342,24 @@ def _end_lost_engine(group: RankCoordinator, backend: Backend | None, weights: W
 
     def end() -> None:
         logger.warning("a VerlEngine was lost without shutdown(): its server ends now")
-        _end_use(group, backend, weights)
+        try:
+            _end_use(group, backend, weights)
+        finally:
+            _ending.discard(group)
 
+    _ending.add(group)
     _thread.start_new_thread(end, ())
+
+
+_ending: set[RankCoordinator] = set()
+"""Of the lost engines that are ending now. Without a lock: the garbage collector adds to it."""
+
+
+def _wait_for_lost_engines(timeout_s: float) -> None:
+    """Let the servers of lost engines end: the next server of this process may need their memory and ports."""
+    deadline = time.monotonic() + timeout_s
+    while _ending:
+        if time.monotonic() > deadline:
+            logger.warning("the server of a lost VerlEngine has not ended for %g s; the next one starts", timeout_s)
+            return
+        time.sleep(0.02)

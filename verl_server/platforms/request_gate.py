@@ -137,6 +137,7 @@ def _check_list(name: str, numbers: Any, limit: int) -> None:
 class EndsWithClient:
     """ASGI middleware that cancels a generation as soon as its client closes the connection, on every route.
 
+    Once the reply is complete, nothing is cancelled: background tasks of the server follow.
     SGLang itself asks every 4 seconds. It aborts what a cancelled handler has sent (`_release_req_states_on_failure`).
     """
 
@@ -162,7 +163,12 @@ class EndsWithClient:
                 pass
             handler.cancel()
 
-        handler = asyncio.ensure_future(self._app(scope, noting_receive, send))
+        async def noting_send(message: Any) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                watching.cancel()
+            await send(message)
+
+        handler = asyncio.ensure_future(self._app(scope, noting_receive, noting_send))
         watching = asyncio.create_task(watch())
         try:
             with contextlib.suppress(asyncio.CancelledError):

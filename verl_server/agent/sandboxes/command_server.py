@@ -59,25 +59,33 @@ class Command:
 class CommandNamespace:
     """The process namespace in which commands run, and in which the command server is not.
 
-    `maker`: socket of the process that makes a namespace at each message.
+    `maker`: socket of the process that makes a namespace for each socket that it gets.
     """
 
     def __init__(self, maker: socket.socket) -> None:
-        maker.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._maker = maker
         self.first_process = 0
         """A child of the command server. When it ends, all processes of the namespace end."""
 
     def make(self) -> None:
-        """Let commands start in a new namespace. Raises RuntimeError if the kernel refuses."""
-        self._maker.send(b"1")
-        messages = self._maker.recvmsg(1, socket.CMSG_SPACE(4) + socket.CMSG_SPACE(12))[1]
+        """Let commands start in a new namespace. Raises OSError if none can be made.
+
+        The reply comes by a socket of its own: it closes if a process that makes the namespace ends before.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            with theirs:
+                socket.send_fds(self._maker, [b"1"], [theirs.fileno()])
+            messages = ours.recvmsg(1, socket.CMSG_SPACE(4) + socket.CMSG_SPACE(12))[1]
         found = {kind: content for _, kind, content in messages}
         if socket.SCM_RIGHTS not in found:
-            raise RuntimeError("no process namespace for commands can be made")
+            raise OSError(errno.EAGAIN, "no process namespace for commands can be made")
         (namespace,) = struct.unpack("i", found[socket.SCM_RIGHTS])
-        enter_process_namespace(namespace)
-        os.close(namespace)
+        try:
+            enter_process_namespace(namespace)
+        finally:
+            os.close(namespace)
         self.first_process = struct.unpack("3i", found[socket.SCM_CREDENTIALS])[0]
 
 

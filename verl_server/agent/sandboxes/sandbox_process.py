@@ -13,6 +13,7 @@ it. The command server then asks for another namespace, which the child of the l
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -133,28 +134,27 @@ def _enter_namespaces(settings: dict[str, Any], connection: socket.socket, launc
     child = _fork(lambda: _serve(settings, connection, confined, theirs))
     connection.close()
     theirs.close()
-    while ours.recv(1):
-        _wait(_fork(lambda: _start_first_process(ours, PROCESS_FACTOR * settings["limits"]["max_processes"])))
+    max_processes = PROCESS_FACTOR * settings["limits"]["max_processes"]
+    while (request := socket.recv_fds(ours, 1, 1))[0]:
+        for descriptor in request[1]:
+            with socket.socket(fileno=descriptor) as replies, contextlib.suppress(OSError):
+                _wait(_fork(functools.partial(_start_first_process, ours, replies, max_processes)))
     return _wait(child)
 
 
-def _start_first_process(replies: socket.socket, max_processes: int) -> int:
+def _start_first_process(requests: socket.socket, replies: socket.socket, max_processes: int) -> int:
     """Start the first process of a new process namespace, which becomes a child of the command server.
 
-    It sends the open namespace, or no file if the kernel refuses, and reaps processes that have lost their parents.
+    It sends the open namespace, and reaps processes that have lost their parents.
     """
-    try:
-        confinement.enter_process_namespace(None)
-        if os.fork():
-            return 0
-        confinement.mount_own_processes(max_processes)
-        namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
-        confinement.call_prctl(confinement.PR_SET_DUMPABLE, 0)
-        socket.send_fds(replies, [b"1"], [namespace])
-    except OSError:
-        traceback.print_exc()
-        replies.send(b"0")
-        return 1
+    requests.close()
+    confinement.enter_process_namespace(None)
+    if os.fork():
+        return 0
+    confinement.mount_own_processes(max_processes)
+    namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    confinement.call_prctl(confinement.PR_SET_DUMPABLE, 0)
+    socket.send_fds(replies, [b"1"], [namespace])
     replies.close()
     os.close(namespace)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
@@ -181,7 +181,7 @@ def _serve(
                 confined.append("read_only")
             namespace = CommandNamespace(maker)
             namespace.make()
-        except (OSError, RuntimeError):
+        except OSError:
             traceback.print_exc()
             return TRY_WITHOUT_NAMESPACES
         settings["env"]["TMPDIR"] = "/tmp"
