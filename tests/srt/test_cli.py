@@ -24,6 +24,7 @@ import pytest
 from helpers import MARK, marked_processes, wait_until
 from typer.testing import CliRunner
 
+from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.cli.app import app
 from verl_server.cli.arguments import (
     ADMIN_API_KEY,
@@ -235,6 +236,32 @@ def test_server_arguments() -> None:
         "json_model_override_args": '{"a": 1}',
         "x": -1,
     }
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--mem-fraction-static .5", {"mem_fraction_static": 0.5}),
+        ("--mem-fraction-static 0.80", {"mem_fraction_static": 0.8}),
+        ("--mem-fraction-static=8e-1", {"mem_fraction_static": 0.8}),
+        ("--max-running-requests 04", {"max_running_requests": 4}),
+        ("--dp-size +2", {"dp_size": 2}),
+        ("--max-total-tokens 007", {"max_total_tokens": 7}),
+        ("--context-length 1.5k", {"context_length": "1.5k"}),
+    ],
+)
+def test_numbers_may_be_written_as_sglang_accepts_them(option: str, expected: dict[str, Any]) -> None:
+    """The checks before the start of the server accept them."""
+    assert validate_server_args(parse_server_args(["Org/Model", *option.split()])) == {
+        "model_path": "Org/Model",
+        **expected,
+    }
+
+
+@pytest.mark.parametrize("option", ["--mem-fraction-static 1.50", "--mem-fraction-static nan", "--dp-size two"])
+def test_numbers_that_no_server_can_have_are_refused_before_it_starts(option: str) -> None:
+    with pytest.raises(BadInputError, match=r"^server argument .* must be a "):
+        validate_server_args(parse_server_args(["Org/Model", *option.split()]))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ WHOLE_NUMBERS = {
     "context_length": 1, "max_total_tokens": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "page_size": 1,
     "max_lora_rank": 1, "max_loras_per_batch": 1, "port": 0,
 }  # fmt: skip
+#: How a text is read for each number that is checked before the server starts, as SGLang's own parser reads it.
+NUMBER_TYPES: dict[str, type] = {**dict.fromkeys(WHOLE_NUMBERS, int), "mem_fraction_static": float}
 #: Server arguments that name a file or a folder which the server reads. Some of them can also be a name on a hub.
 READ_PATHS = (
     "model_path", "tokenizer_path", "speculative_draft_model_path", "uno_lora_path", "chat_template",
