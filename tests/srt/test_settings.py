@@ -277,6 +277,9 @@ def test_local_paths_are_absolute_because_the_server_has_another_folder(
     for given_loras, expected in (
         ({"a": "adapter"}, {"a": f"{tmp_path}/adapter"}),
         (["adapter", "b=~/adapter", "org/c"], [f"adapter={tmp_path}/adapter", f"b={tmp_path}/adapter", "org/c"]),
+        ("a=adapter", [f"a={tmp_path}/adapter"]),
+        ("adapter", [f"adapter={tmp_path}/adapter"]),
+        ('{"lora_name": "a", "lora_path": "adapter"}', [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
         ([{"lora_name": "a", "lora_path": "adapter"}], [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
     ):
         assert validate_server_args({"model_path": "Org/Model", "lora_paths": given_loras})["lora_paths"] == expected

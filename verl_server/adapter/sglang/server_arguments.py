@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -158,6 +159,8 @@ def with_absolute_paths(server_args: Mapping[str, Any]) -> Json:
     for name in args.keys() & set(WRITTEN_FOLDERS):
         args[name] = _absolute_path(args[name], bool)
     lora_paths = args.get("lora_paths")
+    if isinstance(lora_paths, str):  # `--lora-paths a=/x` is a list with one item, as on SGLang's own command line
+        lora_paths = [lora_paths]
     if isinstance(lora_paths, Mapping):
         args["lora_paths"] = {name: _absolute_path(path) for name, path in lora_paths.items()}
     elif is_list(lora_paths):
@@ -177,7 +180,13 @@ def _absolute_path(path: Any, is_path: Callable[[str], bool] = os.path.exists) -
 
 
 def _absolute_lora_path(item: Any) -> Any:
-    """One item of a list of `lora_paths`: `path`, `name=path` or a dict. A path without a name is its own name."""
+    """One item of a list of `lora_paths`: `path`, `name=path`, a dict or the JSON text of a dict.
+
+    A path without a name is its own name.
+    """
+    if isinstance(item, str) and item.startswith("{"):
+        with contextlib.suppress(ValueError):  # SGLang refuses it
+            item = json.loads(item)
     if isinstance(item, Mapping):
         return {**item, "lora_path": _absolute_path(item.get("lora_path"))}
     name, _, path = str(item).partition("=")
