@@ -16,7 +16,14 @@ from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
-from verl_server.validation import is_finite_number, is_list, require_key, require_whole_number, to_plain
+from verl_server.validation import (
+    is_finite_number,
+    is_list,
+    require_key,
+    require_model_path,
+    require_whole_number,
+    to_plain,
+)
 
 #: Import path of the weight loader that runs inside the server (`weights/loader.py`). It is both an element of the
 #: server argument `custom_weight_loader` and the `load_format` of our weight updates.
@@ -130,7 +137,7 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """
     args = with_absolute_paths(to_plain(server_args))
     require_generating_server(args)
-    args["model_path"] = _validate_model_path(args.get("model_path"))
+    args["model_path"] = _validate_model_path(require_model_path(args))
     for name in SECRET_ARGUMENTS:
         _validate_key(name, args.get(name))
     for name, value in args.items():
@@ -259,13 +266,11 @@ def _validate_numbers(args: Mapping[str, Any]) -> None:
         raise BadInputError(f"server argument mem_fraction_static must be a number between 0 and 1, got {fraction!r}")
 
 
-def _validate_model_path(model_path: Any) -> str:
-    """Raise BadInputError when `model_path` cannot name a model, before a process is started.
+def _validate_model_path(model_path: str) -> str:
+    """Raise BadInputError when a folder does not exist, before a process is started.
 
     A relative name without `./` may be the name of a model on a hub and is accepted.
     """
-    if not isinstance(model_path, str) or not model_path:
-        raise BadInputError(f"model_path must be a folder or the name of a model on a hub, got {model_path!r}")
     if model_path.startswith(("/", "./", "../", "~")) and not Path(model_path).exists():
         raise BadInputError(f"model_path does not exist: {model_path}")
     return model_path
