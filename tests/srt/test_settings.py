@@ -145,6 +145,10 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (tags_to_release, (5, ()), {}, "tags must be a list of strings, got 5"),
     (validate_options, (UpdateOptions(None, "no", False, "retract", True), 0), {}, "verify must be True or False, got"),  # type: ignore[arg-type]
     (validate_options, (UpdateOptions(None, True, False, "retract", 1), 0), {}, "flush_cache must be True or False"),  # type: ignore[arg-type]
+    (RemoteServer, ({"url": "secret"},), {}, "base_url must be a valid string, got a value of type dict"),
+    (RemoteServer, (["secret"],), {}, "base_url must be a valid string, got a value of type list"),
+    (RemoteServer, (("http://a", "secret"),), {}, "base_url must be a valid string, got a value of type tuple"),
+    (AdapterConfig, (), {"timeouts": {"key": "secret"}}, "got a value of type dict"),
     (RemoteServer, ("127.0.0.1:30000",), {}, "RemoteServer.base_url '127.0.0.1:30000' is not an HTTP URL"),
     (
         RemoteServer,
