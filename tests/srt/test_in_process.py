@@ -146,6 +146,8 @@ REFUSED_LINES = [
     ("--mem-fraction-static half", "argument --mem-fraction-static: invalid float value: 'half'"),
     ("--preferred-sampling-params {", "argument --preferred-sampling-params: invalid loads value: '{'"),
     ("--dtype", "argument --dtype: expected one argument"),
+    ("--dtype auto half", "dtype takes one value, got a list of 2"),
+    ("--random-seed 1 2", "random_seed takes one value, got a list of 2"),
     ("--dtype bf16", "dtype must be one of auto, half, float16, bfloat16, float, float32, got 'bf16'"),
     ("--cuda-graph-bs-decode", "argument --cuda-graph-bs-decode: expected at least one argument"),
     ("--kv-cache-dtype fp8", "; did you mean 'fp8_e4m3' or 'fp8_e5m2'?"),
