@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from helpers import MARK, marked_processes, wait_until
 from typer.testing import CliRunner
 
@@ -149,14 +150,14 @@ def test_invalid_options_are_refused_before_a_server_starts(
 
 def test_the_words_of_sglangs_parser(tiny: Callable[..., Path]) -> None:
     """The server process asks SGLang's parser, before it loads the model."""
-    options = ["--dtype", "bf16", "--log-dri", "x", "--page-siz=1", "--tensor-parallel-size=2"]
+    options = ["--dtype", "bf16", "--log-dri", "x", "--page-siz=1", "--fp8-gemm-backend=auto"]
     done = run("launch", str(tiny("qwen3")), *options, **KEYS)
     assert (done.returncode, done.stdout) == (2, "")
     assert "dtype must be one of auto, half, float16, bfloat16, float, float32, got 'bf16'" in " ".join(
         done.stderr.split()
     )
     assert "has no argument 'log_dri'" in done.stderr
-    assert "has no argument 'tensor_parallel_size'; did you mean 'tp_size'?" in done.stderr
+    assert "has no argument 'fp8_gemm_backend'; did you mean 'fp8_gemm_runner_backend'?" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -236,6 +237,16 @@ def test_server_arguments() -> None:
         "json_model_override_args": '{"a": 1}',
         "x": -1,
     }
+
+
+@pytest.mark.parametrize("engine", list(EngineKind))
+@pytest.mark.parametrize("option", ["--tp", "--tp-size", "--tensor-parallel-size"])
+def test_names_of_the_tensor_parallel_size(option: str, engine: EngineKind) -> None:
+    commands = vars(typer.main.get_command(app))["commands"]
+    line = ["Org/Model", "--dtype", "auto", option, "2", "--engine", engine.value]
+    context = commands["launch"].make_context("launch", line)
+    assert context.params["tp"] == 2
+    assert read_server_args(engine, ["Org/Model", *context.args])["dtype"] == "auto"
 
 
 @pytest.mark.parametrize(

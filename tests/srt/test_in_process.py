@@ -133,6 +133,8 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ('--watermark-config {"key":1}', {"watermark_config": '{"key":1}'}),
     ('--preferred-sampling-params {"top_k":1}', {"preferred_sampling_params": {"top_k": 1}}),
     ("--mem-fraction-static .5", {"mem_fraction_static": 0.5}),
+    ("--data-parallel-size 2 --expert-parallel-size=04 --pp 3", {"dp_size": 2, "ep_size": 4, "pp_size": 3}),
+    ("--pipeline-parallel-size 2 --ep 2 --dp 5 --dp-size 2", {"pp_size": 2, "ep_size": 2, "dp_size": 2}),
     ("--context-length 1k", {"context_length": 1000}),
     ("--max-total-tokens 1.5k", {"max_total_tokens": 1500}),
     ("--max-total-tokens 4Ki", {"max_total_tokens": 4096}),
@@ -152,7 +154,7 @@ REFUSED_LINES = [
     ("--cuda-graph-bs-decode", "argument --cuda-graph-bs-decode: expected at least one argument"),
     ("--kv-cache-dtype fp8", "; did you mean 'fp8_e4m3' or 'fp8_e5m2'?"),
     ("--log-requests-level 9", "log_requests_level must be one of 0, 1, 2, 3, got 9"),
-    ("--data-parallel-size 2", "has no argument 'data_parallel_size'; did you mean 'dp_size'?"),
+    ("--fp8-gemm-backend auto", "has no argument 'fp8_gemm_backend'; did you mean 'fp8_gemm_runner_backend'?"),
     ("--mem-fraction 0.5", "has no argument 'mem_fraction'; did you mean 'mem_fraction_static'?"),
     ("--watermark 1", "has no argument 'watermark'"),
 ]

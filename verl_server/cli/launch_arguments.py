@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from verl_server.cli import arguments
 from verl_server.cli.arguments import KEY_ARGUMENTS, RENAMED_ARGUMENTS
 from verl_server.config import EngineKind
 from verl_server.errors import BadInputError
+
+#: Other names of the options `--pp-size`, `--dp-size` and `--ep-size` on SGLang's own command line.
+PARALLEL_SIZE = re.compile(r"(pipeline|data|expert)_parallel_size|[pde]p")
 
 
 def read_server_args(engine: EngineKind, args: Sequence[str]) -> dict[str, Any]:
@@ -26,6 +30,8 @@ def read_server_args(engine: EngineKind, args: Sequence[str]) -> dict[str, Any]:
     server_args: dict[str, Any] = {"model_path": model}
     for written, texts in options.items():
         name = written.removeprefix("--").replace("-", "_")
+        if engine is EngineKind.SGLANG and PARALLEL_SIZE.fullmatch(name):
+            name = f"{name[0]}p_size"
         if name in KEY_ARGUMENTS:
             raise arguments.key_on_command_line(written, name)
         if name in RENAMED_ARGUMENTS:
