@@ -76,7 +76,9 @@ def checked_value(name: str, value: object, expected: Any, *, is_secret: bool = 
         place = "".join(f"[{each!r}]" for each in first["loc"] if is_item and _is_index(value, each))
         wanted = dict.fromkeys(each["msg"].replace("Input should be", "must be") for each in (first, *others))
         kind = type(given).__name__
-        got = f"a value of type {kind}" if is_secret or is_item else f"{_SHORT.repr(given)} ({kind})"
+        is_container = isinstance(given, Collection) and not isinstance(given, (str, bytes))  # its items may be keys
+        is_hidden = is_secret or is_item or is_container
+        got = f"a value of type {kind}" if is_hidden else f"{_SHORT.repr(given)} ({kind})"
         raise BadInputError(f"{name}{place} {' or '.join(wanted)}, got {got}", argument=name) from None
     if isinstance(checked, float) and not isinstance(value, Real):  # pydantic calls `__float__`, as of a tensor
         got = type(value).__name__ if is_secret else f"{_SHORT.repr(value)} ({type(value).__name__})"

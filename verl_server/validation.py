@@ -170,6 +170,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
+def require_model_path(server_args: Mapping[str, Any]) -> str:
+    """The argument `model_path` of a server. Otherwise raise BadInputError, which names the arguments that are given.
+
+    The model may have been passed under a name that only the server's engine could refuse.
+    """
+    model = server_args.get("model_path")
+    if isinstance(model, str) and model:
+        return model
+    given = ", ".join(server_args) or "(none)"
+    got = f"got {model!r}" if "model_path" in server_args else f"but it is missing from the arguments: {given}"
+    raise BadInputError(f"model_path must be a folder or the name of a model on a hub, {got}", argument="model_path")
+
+
 def require_http_url(
     name: str,
     url: str,

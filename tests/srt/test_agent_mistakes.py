@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import math
@@ -446,6 +447,44 @@ async def set_up(self: Any) -> None:
 def test_names_without_an_effect_are_refused(names: dict[str, Any], expected: str) -> None:
     with pytest.raises(BadInputError, match=expected):
         type("E", (Environment,), names)
+
+
+@reward
+def decorated_reward(sample: Sample) -> float:
+    """A reward that is no method."""
+    return 1.0
+
+
+@tool(timeout_s=3)
+def decorated_tool(text: str) -> str:
+    """A tool that is no method."""
+    return text
+
+
+@pytest.mark.parametrize("wrapper", [staticmethod, classmethod, property, functools.cached_property])
+@pytest.mark.parametrize(("function", "own"), [(decorated_reward, "@reward"), (decorated_tool, "@tool")])
+def test_tools_and_rewards_that_are_no_methods_are_refused(wrapper: Any, function: Any, own: str) -> None:
+    """They would be lost without a word, also those of a mixin."""
+    expected = f"has the decorators @{wrapper.__name__} and {own}, .*; remove @{wrapper.__name__}, and let `self` be"
+    names = {"check": wrapper(function), "ok": decorated_reward}
+    with pytest.raises(BadInputError, match=rf"^E\.check {expected}"):
+        type("E", (Environment,), names)
+    with pytest.raises(BadInputError, match=rf"^Mixin\.check {expected}"):
+        type("E", (type("Mixin", (), names), Environment), {})
+    with pytest.raises(BadInputError, match=rf"^E\.check has the decorators @classmethod and {own}"):
+        type("E", (Environment,), {"check": classmethod(wrapper(function))})
+    type("E", (Environment,), {"check": wrapper(len), "ok": decorated_reward})
+
+
+def test_a_tool_decorator_above_another_wrapper_is_refused_too() -> None:
+    with pytest.raises(BadInputError, match=r"^Above\.check has the decorators @staticmethod and @tool"):
+
+        class Above(Environment):
+            @tool(timeout_s=3)
+            @staticmethod
+            def check(text: str) -> str:
+                """A tool."""
+                return text
 
 
 def test_names_that_have_an_effect_are_accepted() -> None:

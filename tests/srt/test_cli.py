@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from helpers import MARK, marked_processes, wait_until
 from typer.testing import CliRunner
 
+from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.cli.app import app
 from verl_server.cli.arguments import (
     ADMIN_API_KEY,
@@ -148,14 +150,14 @@ def test_invalid_options_are_refused_before_a_server_starts(
 
 def test_the_words_of_sglangs_parser(tiny: Callable[..., Path]) -> None:
     """The server process asks SGLang's parser, before it loads the model."""
-    options = ["--dtype", "bf16", "--log-dri", "x", "--page-siz=1", "--tensor-parallel-size=2"]
+    options = ["--dtype", "bf16", "--log-dri", "x", "--page-siz=1", "--fp8-gemm-backend=auto"]
     done = run("launch", str(tiny("qwen3")), *options, **KEYS)
     assert (done.returncode, done.stdout) == (2, "")
     assert "dtype must be one of auto, half, float16, bfloat16, float, float32, got 'bf16'" in " ".join(
         done.stderr.split()
     )
     assert "has no argument 'log_dri'" in done.stderr
-    assert "has no argument 'tensor_parallel_size'; did you mean 'tp_size'?" in done.stderr
+    assert "has no argument 'fp8_gemm_backend'; did you mean 'fp8_gemm_runner_backend'?" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -235,6 +237,42 @@ def test_server_arguments() -> None:
         "json_model_override_args": '{"a": 1}',
         "x": -1,
     }
+
+
+@pytest.mark.parametrize("engine", list(EngineKind))
+@pytest.mark.parametrize("option", ["--tp", "--tp-size", "--tensor-parallel-size"])
+def test_names_of_the_tensor_parallel_size(option: str, engine: EngineKind) -> None:
+    commands = vars(typer.main.get_command(app))["commands"]
+    line = ["Org/Model", "--dtype", "auto", option, "2", "--engine", engine.value]
+    context = commands["launch"].make_context("launch", line)
+    assert context.params["tp"] == 2
+    assert read_server_args(engine, ["Org/Model", *context.args])["dtype"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--mem-fraction-static .5", {"mem_fraction_static": 0.5}),
+        ("--mem-fraction-static 0.80", {"mem_fraction_static": 0.8}),
+        ("--mem-fraction-static=8e-1", {"mem_fraction_static": 0.8}),
+        ("--max-running-requests 04", {"max_running_requests": 4}),
+        ("--dp-size +2", {"dp_size": 2}),
+        ("--max-total-tokens 007", {"max_total_tokens": 7}),
+        ("--context-length 1.5k", {"context_length": "1.5k"}),
+    ],
+)
+def test_numbers_may_be_written_as_sglang_accepts_them(option: str, expected: dict[str, Any]) -> None:
+    """The checks before the start of the server accept them."""
+    assert validate_server_args(parse_server_args(["Org/Model", *option.split()])) == {
+        "model_path": "Org/Model",
+        **expected,
+    }
+
+
+@pytest.mark.parametrize("option", ["--mem-fraction-static 1.50", "--mem-fraction-static nan", "--dp-size two"])
+def test_numbers_that_no_server_can_have_are_refused_before_it_starts(option: str) -> None:
+    with pytest.raises(BadInputError, match=r"^server argument .* must be a "):
+        validate_server_args(parse_server_args(["Org/Model", *option.split()]))
 
 
 @pytest.mark.parametrize(

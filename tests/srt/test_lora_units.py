@@ -284,8 +284,9 @@ def test_adapters_that_a_server_loads_at_its_start(config: Any, message: str | N
     if message is None:
         assert validate_server_args(server_args)["lora_paths"] == server_args["lora_paths"]
         return
-    with pytest.raises(BadInputError, match=f"the LoRA adapter in {tmp_path}.*{message}"):
-        validate_server_args(server_args)
+    for lora_paths in (server_args["lora_paths"], f"a={tmp_path}", f'{{"lora_name": "a", "lora_path": "{tmp_path}"}}'):
+        with pytest.raises(BadInputError, match=f"the LoRA adapter in {tmp_path}.*{message}"):
+            validate_server_args({**server_args, "lora_paths": lora_paths})
 
 
 @pytest.mark.parametrize(("field", "value"), [("rank_pattern", 2), ("alpha_pattern", 9)])

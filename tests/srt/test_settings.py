@@ -132,12 +132,24 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         {"model_path": "/tmp", "gpu_id_step": 2},
         "a fleet places its replicas itself: leave gpu_id_step=2 out. Choose GPUs with env={'CUDA_VISIBLE_DEVICES'",
     ),
+    (
+        RolloutManager,
+        (1,),
+        {"model": "secret", "tp_size": 1},
+        "a model on a hub, but it is missing from the arguments: model, tp_size",
+    ),
+    (RolloutManager, (1,), {}, "a model on a hub, but it is missing from the arguments: (none)"),
+    (RolloutManager, (1,), {"model_path": None}, "a model on a hub, got None"),
     (RolloutManager, (1,), {"model_path": "/tmp", "base_gpu_id": 4}, "leave base_gpu_id=4 out. Choose GPUs with"),
     (RemoteServer, ("http://h:1\n",), {}, r"'http://h:1\n' is not an HTTP URL"),
     (RouterClient, ("http://h:1/generate", None), {}, "url 'http://h:1/generate' must be the base URL of the"),
     (tags_to_release, (5, ()), {}, "tags must be a list of strings, got 5"),
     (validate_options, (UpdateOptions(None, "no", False, "retract", True), 0), {}, "verify must be True or False, got"),  # type: ignore[arg-type]
     (validate_options, (UpdateOptions(None, True, False, "retract", 1), 0), {}, "flush_cache must be True or False"),  # type: ignore[arg-type]
+    (RemoteServer, ({"url": "secret"},), {}, "base_url must be a valid string, got a value of type dict"),
+    (RemoteServer, (["secret"],), {}, "base_url must be a valid string, got a value of type list"),
+    (RemoteServer, (("http://a", "secret"),), {}, "base_url must be a valid string, got a value of type tuple"),
+    (AdapterConfig, (), {"timeouts": {"key": "secret"}}, "got a value of type dict"),
     (RemoteServer, ("127.0.0.1:30000",), {}, "RemoteServer.base_url '127.0.0.1:30000' is not an HTTP URL"),
     (
         RemoteServer,
@@ -278,6 +290,9 @@ def test_local_paths_are_absolute_because_the_server_has_another_folder(
     for given_loras, expected in (
         ({"a": "adapter"}, {"a": f"{tmp_path}/adapter"}),
         (["adapter", "b=~/adapter", "org/c"], [f"adapter={tmp_path}/adapter", f"b={tmp_path}/adapter", "org/c"]),
+        ("a=adapter", [f"a={tmp_path}/adapter"]),
+        ("adapter", [f"adapter={tmp_path}/adapter"]),
+        ('{"lora_name": "a", "lora_path": "adapter"}', [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
         ([{"lora_name": "a", "lora_path": "adapter"}], [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
     ):
         assert validate_server_args({"model_path": "Org/Model", "lora_paths": given_loras})["lora_paths"] == expected

@@ -70,7 +70,7 @@ def launch(
 ) -> None:
     """Start one SGLang or vLLM server and supervise it until Ctrl-C.
 
-    All other options are SGLang's server arguments, written as on SGLang's own command line. With --engine vllm
+    All other options are SGLang's server arguments, by the names of the fields of its ServerArgs. With --engine vllm
     they are the arguments of docs/vllm.md.
 
     Keys are read from the environment: VERL_SERVER_API_KEY for generation,

@@ -46,7 +46,15 @@ DrainTimeout = Annotated[
     ),
 ]
 TensorParallel = Annotated[
-    int, typer.Option("--tp", min=1, metavar="N", help="Number of tensor parallel ranks of the server.")
+    int,
+    typer.Option(
+        "--tp",
+        "--tp-size",
+        "--tensor-parallel-size",
+        min=1,
+        metavar="N",
+        help="Number of tensor parallel ranks of the server.",
+    ),
 ]
 ServerPython = Annotated[
     Path | None,

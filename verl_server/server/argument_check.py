@@ -90,6 +90,8 @@ class _OptionsParser(argparse.ArgumentParser):
         has_type = all(isinstance(each, str) == (action.type in (None, str)) for each in values)
         is_list, takes_list = isinstance(value, list), action.nargs in ("+", "*")
         has_form = type(action) is argparse._StoreAction and value is not True and is_list == takes_list
+        if is_list and action.nargs is None and action.type in (None, str, int, float):
+            raise _RefusedError(f"{field} takes one value, got a list of {len(values)}")
         if (has_type and has_form) or (is_list and not takes_list):
             return value
         return getattr(self.parse_args([action.option_strings[0], *map(str, values)]), field)

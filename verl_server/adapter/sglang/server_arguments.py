@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -15,7 +16,14 @@ from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
-from verl_server.validation import is_finite_number, is_list, require_key, require_whole_number, to_plain
+from verl_server.validation import (
+    is_finite_number,
+    is_list,
+    require_key,
+    require_model_path,
+    require_whole_number,
+    to_plain,
+)
 
 #: Import path of the weight loader that runs inside the server (`weights/loader.py`). It is both an element of the
 #: server argument `custom_weight_loader` and the `load_format` of our weight updates.
@@ -31,6 +39,8 @@ WHOLE_NUMBERS = {
     "context_length": 1, "max_total_tokens": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "page_size": 1,
     "max_lora_rank": 1, "max_loras_per_batch": 1, "port": 0,
 }  # fmt: skip
+#: How a text is read for each number that is checked before the server starts, as SGLang's own parser reads it.
+NUMBER_TYPES: dict[str, type] = {**dict.fromkeys(WHOLE_NUMBERS, int), "mem_fraction_static": float}
 #: Server arguments that name a file or a folder which the server reads. Some of them can also be a name on a hub.
 READ_PATHS = (
     "model_path", "tokenizer_path", "speculative_draft_model_path", "uno_lora_path", "chat_template",
@@ -127,7 +137,7 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """
     args = with_absolute_paths(to_plain(server_args))
     require_generating_server(args)
-    args["model_path"] = _validate_model_path(args.get("model_path"))
+    args["model_path"] = _validate_model_path(require_model_path(args))
     for name in SECRET_ARGUMENTS:
         _validate_key(name, args.get(name))
     for name, value in args.items():
@@ -156,6 +166,8 @@ def with_absolute_paths(server_args: Mapping[str, Any]) -> Json:
     for name in args.keys() & set(WRITTEN_FOLDERS):
         args[name] = _absolute_path(args[name], bool)
     lora_paths = args.get("lora_paths")
+    if isinstance(lora_paths, str):  # `--lora-paths a=/x` is a list with one item, as on SGLang's own command line
+        lora_paths = [lora_paths]
     if isinstance(lora_paths, Mapping):
         args["lora_paths"] = {name: _absolute_path(path) for name, path in lora_paths.items()}
     elif is_list(lora_paths):
@@ -175,7 +187,13 @@ def _absolute_path(path: Any, is_path: Callable[[str], bool] = os.path.exists) -
 
 
 def _absolute_lora_path(item: Any) -> Any:
-    """One item of a list of `lora_paths`: `path`, `name=path` or a dict. A path without a name is its own name."""
+    """One item of a list of `lora_paths`: `path`, `name=path`, a dict or the JSON text of a dict.
+
+    A path without a name is its own name.
+    """
+    if isinstance(item, str) and item.startswith("{"):
+        with contextlib.suppress(ValueError):  # SGLang refuses it
+            item = json.loads(item)
     if isinstance(item, Mapping):
         return {**item, "lora_path": _absolute_path(item.get("lora_path"))}
     name, _, path = str(item).partition("=")
@@ -248,13 +266,11 @@ def _validate_numbers(args: Mapping[str, Any]) -> None:
         raise BadInputError(f"server argument mem_fraction_static must be a number between 0 and 1, got {fraction!r}")
 
 
-def _validate_model_path(model_path: Any) -> str:
-    """Raise BadInputError when `model_path` cannot name a model, before a process is started.
+def _validate_model_path(model_path: str) -> str:
+    """Raise BadInputError when a folder does not exist, before a process is started.
 
     A relative name without `./` may be the name of a model on a hub and is accepted.
     """
-    if not isinstance(model_path, str) or not model_path:
-        raise BadInputError(f"model_path must be a folder or the name of a model on a hub, got {model_path!r}")
     if model_path.startswith(("/", "./", "../", "~")) and not Path(model_path).exists():
         raise BadInputError(f"model_path does not exist: {model_path}")
     return model_path

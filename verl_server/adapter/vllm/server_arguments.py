@@ -14,7 +14,14 @@ from verl_server.adapter.vllm.lora import round_rank
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, is_finite_number, require_key, require_whole_number, to_plain
+from verl_server.validation import (
+    did_you_mean,
+    is_finite_number,
+    require_key,
+    require_model_path,
+    require_whole_number,
+    to_plain,
+)
 
 #: Server arguments that hold keys.
 SECRET_ARGUMENTS = ("api_key", "admin_api_key")
@@ -105,7 +112,7 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     refused, for an argument that is given twice, and for a value that no server can have.
     """
     args = _rename(to_plain(server_args), {theirs: ours for ours, theirs in PLAIN_NAMES.items()})
-    args["model_path"] = _existing_model(args.get("model_path"))
+    args["model_path"] = _existing_model(require_model_path(args))
     for name, minimum in WHOLE_NUMBERS.items():
         if args.get(name) is not None:
             require_whole_number(f"server argument {name}", args[name], minimum)
@@ -190,10 +197,8 @@ def _rename(server_args: Json, names: Mapping[str, str]) -> Json:
     return args
 
 
-def _existing_model(model: Any) -> str:
+def _existing_model(model: str) -> str:
     """The model's absolute path if it is a folder on this machine, else its name on a hub."""
-    if not isinstance(model, str) or not model:
-        raise BadInputError(f"model_path must be a folder or the name of a model on a hub, got {model!r}")
     path = os.path.expanduser(model)
     if os.path.exists(path):
         return str(Path(path).absolute())

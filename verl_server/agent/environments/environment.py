@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -80,8 +81,11 @@ class Environment(AgentLoop):
 
 def _refuse_mistaken_methods(cls: type) -> None:
     """Raise BadInputError for a reward that the policy could call as a tool, for a tool or a reward in the place of a
-    method of `Environment`, and for a reward that nothing would call.
+    method of `Environment` or that is no method, also of a mixin, and for a reward that nothing would call.
     """
+    for base in cls.__mro__:
+        for name, value in vars(base).items():
+            _refuse_static_methods(f"{base.__name__}.{name}", value)
     codes = {name: value.__code__ for name, value in vars(cls).items() if isinstance(value, FunctionType)}
     for name, value in vars(cls).items():
         is_tool, is_reward = options_of(value) is not None, reward_of(value) is not None
@@ -99,6 +103,21 @@ def _refuse_mistaken_methods(cls: type) -> None:
                 f"the method {cls.__name__}.{name} would never be called; write the decorator @reward above "
                 f"`def {name}(self, sample)`"
             )
+
+
+def _refuse_static_methods(name: str, value: object) -> None:
+    """Raise BadInputError for a tool or a reward that is no method, for example a static method: it would be lost."""
+    wrappers = []
+    while isinstance(value, (staticmethod, classmethod, property, functools.cached_property)):
+        wrappers.append(value)
+        value = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
+    found = [each for each in (*wrappers, value) if options_of(each) is not None or reward_of(each) is not None]
+    if wrappers and found:
+        other, own = type(wrappers[0]).__name__, "@reward" if reward_of(found[0]) is not None else "@tool"
+        raise BadInputError(
+            f"{name} has the decorators @{other} and {own}, but {own} is for methods of an instance; remove @{other}, "
+            "and let `self` be the first parameter"
+        )
 
 
 def _names_in(code: CodeType) -> set[str]:
