@@ -25,11 +25,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl_server.errors import PeerError, VerlServerError
 from verl_server.ranks.bounded_store import BoundedStore
@@ -48,8 +49,10 @@ LIVENESS_POLL_S = 0.1
 class _Process:
     """What this process counts."""
 
-    num_engines = 0
+    engines: ClassVar[set[object]] = set()
     """Engines that can work."""
+    lock = threading.Lock()
+    """For `engines`, and for what the other ranks know of them."""
     next_update = (0, 1)
     """Round and number of the next update."""
     store: tuple[Any, BoundedStore] | None = None
@@ -105,32 +108,38 @@ def has_other_ranks(engine_ranks: frozenset[int]) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > len(engine_ranks)
 
 
-def engine_started(engine_ranks: frozenset[int]) -> None:
+def engine_started(engine: object, engine_ranks: frozenset[int]) -> None:
     """Tell the ranks of other engines that this rank takes part in updates from now on."""
     import torch.distributed as dist
 
-    _Process.num_engines += 1
-    if has_other_ranks(engine_ranks):
-        rank = dist.get_rank()
-        try:
-            machine = machine_id()
-        except OSError:  # a sandbox without these files of /proc: no rank can see whether this process lives
-            machine = None
-        _write(f"engine/{rank}", {"machine": machine, "pid": os.getpid()})
-        _Process.next_update = max(_Process.next_update, _pair(_read(f"missed/{rank}")))
+    with _Process.lock:
+        _Process.engines.add(engine)
+        if has_other_ranks(engine_ranks):
+            rank = dist.get_rank()
+            try:
+                machine = machine_id()
+            except OSError:  # a sandbox without these files of /proc: no rank can see whether this process lives
+                machine = None
+            _write(f"engine/{rank}", {"machine": machine, "pid": os.getpid()})
+            _Process.next_update = max(_Process.next_update, _pair(_read(f"missed/{rank}")))
 
 
-def engine_ended(engine_ranks: frozenset[int], error: VerlServerError) -> None:
-    """Tell the ranks of other engines why the last engine of this rank cannot work any more."""
+def engine_ended(engine: object, engine_ranks: frozenset[int], error: VerlServerError) -> None:
+    """Tell the ranks of other engines why the last engine of this rank cannot work any more.
+
+    May be called in any thread, and again: the last engine of a rank may end while the next one starts.
+    """
     import torch.distributed as dist
 
-    _Process.num_engines -= 1
-    if _Process.num_engines == 0 and has_other_ranks(engine_ranks):
-        try:
-            rank = dist.get_rank()
-            _write(f"engine/{rank}", {**(_read(f"engine/{rank}") or {}), "ended": _words(error)})
-        except Exception as failure:  # noqa: BLE001 - the trainer ends: its store has ended
-            logger.debug("the other ranks were not told of the end of the engine: %s", failure)
+    with _Process.lock:
+        was_started = engine in _Process.engines
+        _Process.engines.discard(engine)
+        if was_started and not _Process.engines and has_other_ranks(engine_ranks):
+            try:
+                rank = dist.get_rank()
+                _write(f"engine/{rank}", {**(_read(f"engine/{rank}") or {}), "ended": _words(error)})
+            except Exception as failure:  # noqa: BLE001 - the trainer ends: its store has ended
+                logger.debug("the other ranks were not told of the end of the engine: %s", failure)
 
 
 def _words(error: BaseException) -> str:
