@@ -773,7 +773,7 @@ def _ranks_make_different_updates(rank: int, world: int) -> list[list[str]]:
     then_together(fails=True)
     update(None, as_dict=True)
     if rank == 0:  # a new engine
-        shared_meshes.engine_ended(updater.ranks.global_ranks, ShutDownError("the engine was shut down"))
+        shared_meshes.engine_ended(updater, updater.ranks.global_ranks, ShutDownError("the engine was shut down"))
         updater.close()
         updater = _engine_of_one_rank(rank)
         servers = updater.ranks.servers
