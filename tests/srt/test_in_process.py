@@ -148,6 +148,7 @@ REFUSED_LINES = [
     ("--mem-fraction-static half", "argument --mem-fraction-static: invalid float value: 'half'"),
     ("--preferred-sampling-params {", "argument --preferred-sampling-params: invalid loads value: '{'"),
     ("--dtype", "argument --dtype: expected one argument"),
+    ('--lora-paths {"a":"/x"}', "looks like a JSON str, but it does not contain 'lora_name' and 'lora_path' keys"),
     ("--dtype auto half", "dtype takes one value, got a list of 2"),
     ("--random-seed 1 2", "random_seed takes one value, got a list of 2"),
     ("--dtype bf16", "dtype must be one of auto, half, float16, bfloat16, float, float32, got 'bf16'"),

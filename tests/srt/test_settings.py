@@ -292,6 +292,7 @@ def test_local_paths_are_absolute_because_the_server_has_another_folder(
         (["adapter", "b=~/adapter", "org/c"], [f"adapter={tmp_path}/adapter", f"b={tmp_path}/adapter", "org/c"]),
         ("a=adapter", [f"a={tmp_path}/adapter"]),
         ("adapter", [f"adapter={tmp_path}/adapter"]),
+        ('{"a": "adapter"}', ['{"a": "adapter"}']),
         ('{"lora_name": "a", "lora_path": "adapter"}', [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
         ([{"lora_name": "a", "lora_path": "adapter"}], [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
     ):

@@ -40,7 +40,7 @@ def parse_arguments(server_args: Mapping[str, Any]) -> tuple[dict[str, Any], str
             continue
         try:
             value = parsed[name] = parser.parse_value(name, value)
-        except _RefusedError as error:
+        except (_RefusedError, AssertionError) as error:  # SGLang's actions assert
             problems.append(str(error))
             continue
         choices = parser.choices(name)

@@ -192,8 +192,8 @@ def _absolute_lora_path(item: Any) -> Any:
     A path without a name is its own name.
     """
     if isinstance(item, str) and item.startswith("{"):
-        with contextlib.suppress(ValueError):  # SGLang refuses it
-            item = json.loads(item)
+        with contextlib.suppress(ValueError):  # SGLang's parser refuses it, as it refuses a dict with other names
+            item = parsed if "lora_path" in (parsed := json.loads(item)) else item
     if isinstance(item, Mapping):
         return {**item, "lora_path": _absolute_path(item.get("lora_path"))}
     name, _, path = str(item).partition("=")
