@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, VerlServerError
@@ -73,6 +73,12 @@ class FleetRolloutWorker:
         _require_trainer_args(args)
         if servers.fleet is None:
             raise BadInputError("FleetRolloutWorker needs the fleet, which is on rank 0: make the worker there")
+        if not isinstance(train_dataset, Sized):
+            raise BadInputError(
+                "train_dataset must have rows and a length: load an IterableDataset into a Dataset, for example with "
+                "Dataset.from_list(list(train_dataset))",
+                argument="train_dataset",
+            )
         _require_tokenizer(processing_class)
         require_whole_number("start_index", start_index, 0)
         self._engine, self._args, self._start_index = servers.engine, args, start_index
