@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import verl_server
 from verl_server import AdapterConfig, HttpServerEngineAdapter, RolloutManager, Timeouts, VerlEngine
 from verl_server.adapter.sglang.launch import SGLANG
+from verl_server.cli.arguments import ADMIN_API_KEY, API_KEY
 from verl_server.config import SERVER_PYTHON
 from verl_server.errors import BadInputError, DeadlineError, StartupError, VerlServerError
 from verl_server.platforms import ENTRY_POINTS
@@ -341,11 +342,12 @@ def test_launch_reads_the_options_of_the_other_sglang(
 ) -> None:
     """The command itself has no SGLang. The interpreter comes from the option, or from the variable."""
     arguments = ["launch", str(tiny("qwen3")), "--dtype", "flot32"]
+    keys = {API_KEY: "a-key-of-clients", ADMIN_API_KEY: "a-key-of-trainers"}
     for options, env in ((["--server-python", str(other)], {}), ([], {SERVER_PYTHON: str(other)})):
-        done = run_command(without_engine, *arguments, *options, **env)
+        done = run_command(without_engine, *arguments, *options, **keys, **env)
         assert done.returncode == 2, done.stderr
         assert "dtype must be one of auto, half" in done.stderr
-    done = run_command(sys.executable, *arguments, "--server-python", str(without_engine))
+    done = run_command(sys.executable, *arguments, "--server-python", str(without_engine), **keys)
     assert done.returncode == 1
     assert "has no package sglang" in done.stderr
 
