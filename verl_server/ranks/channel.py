@@ -25,10 +25,11 @@ from verl_server.types import Json
 
 _HEADER = struct.Struct("!Q")
 HANDSHAKE_TIMEOUT_S = 10.0
+"""Seconds that a new connection has to prove that it knows the key, in total."""
 RECONNECT_S = 0.2
+"""Seconds between two attempts of a rank to connect to rank 0."""
 ACCEPTED = b"\x01"
 """Rank 0 sends it to a rank that has proved its key."""
-"""Seconds that a new connection has to prove that it knows the key, in total."""
 MAX_HANDSHAKES = 256
 """Maximum number of connections that have not proved it yet. The oldest is closed when another one comes."""
 CHALLENGE_BYTES, ANSWER_BYTES = 32, 40
