@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server.conformance.case import Case, CaseResult, CheckFailedError, Outcome, Trial
+from verl_server.conformance.case import Case, CaseResult, Outcome, Trial
 from verl_server.conformance.cases import CASES, killed, repeated
-from verl_server.conformance.messages import without_paths
+from verl_server.conformance.messages import CheckFailedError, without_paths
 from verl_server.conformance.reference import Reference
 from verl_server.conformance.served import ServedWeights
 from verl_server.conformance.systems.base import Reply, System

@@ -36,10 +36,6 @@ class ModelKind(enum.StrEnum):
     """A Qwen3 whose layers are mixtures of experts."""
 
 
-class CheckFailedError(Exception):
-    """The system does not do what the case claims."""
-
-
 @dataclass
 class Trial:
     """One run of a case."""

@@ -1,4 +1,4 @@
-"""Texts about errors, as the results contain them."""
+"""The error of a check, and texts about errors as the results contain them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import re
 MAX_CHARACTERS = 400
 #: A path with at least two folders. Results are published, so only its last part is kept.
 PATH = re.compile(r"(?<![:/\w])(?:/[\w.+-]+){2,}")
+
+
+class CheckFailedError(Exception):
+    """The system does not do what the case claims."""
 
 
 def describe(error: BaseException) -> str:

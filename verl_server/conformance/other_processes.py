@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from verl_server.conformance.case import CheckFailedError
+from verl_server.conformance.messages import CheckFailedError
 from verl_server.server.warden.process_watch import start_time
 from verl_server.server.warden.shared_memory_files import SHM_DIR, find_shared_memory, remove_shared_memory
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verl_server.conformance.case import CheckFailedError
+from verl_server.conformance.messages import CheckFailedError
 
 if TYPE_CHECKING:
     from verl_server.conformance.systems.base import Reply, System

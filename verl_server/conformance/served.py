@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from verl_server.conformance.case import CheckFailedError, Trial
+from verl_server.conformance.case import Trial
+from verl_server.conformance.messages import CheckFailedError
 from verl_server.conformance.reference import LOGPROB_LIMIT, NEW_TOKENS, PROMPTS, Weights
 from verl_server.conformance.systems.base import Reply
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from verl_server.conformance.case import Case, CaseResult, CheckFailedError, ModelKind, Outcome, Trial
-from verl_server.conformance.messages import describe, without_paths
+from verl_server.conformance.case import Case, CaseResult, ModelKind, Outcome, Trial
+from verl_server.conformance.messages import CheckFailedError, describe, without_paths
 from verl_server.conformance.other_processes import kill_processes
 from verl_server.conformance.reference import Reference
 from verl_server.conformance.systems.base import NotOfferedError, SystemFactory

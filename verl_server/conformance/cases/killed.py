@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from safetensors.torch import save_file
 
-from verl_server.conformance.case import Case, CheckFailedError, Trial
+from verl_server.conformance.case import Case, Trial
 from verl_server.conformance.cases.running import running_requests
 from verl_server.conformance.interceptor import Interceptor
-from verl_server.conformance.messages import describe
+from verl_server.conformance.messages import CheckFailedError, describe
 from verl_server.conformance.other_processes import (
     other_process,
     push_from_file,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from verl_server.conformance.case import Case, CheckFailedError, Trial
+from verl_server.conformance.case import Case, Trial
+from verl_server.conformance.messages import CheckFailedError
 from verl_server.conformance.reference import LOGPROB_LIMIT, Weights, describe_gap
 
 RANK, ALPHA = 4, 8

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from verl_server.conformance.case import Case, CheckFailedError, Trial
+from verl_server.conformance.case import Case, Trial
+from verl_server.conformance.messages import CheckFailedError
 from verl_server.conformance.reference import describe_gap, require_gap
 
 PROMPT = [1 + 7 * i % 249 for i in range(200)]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from verl_server.conformance.case import Case, CheckFailedError, Trial
+from verl_server.conformance.case import Case, Trial
+from verl_server.conformance.messages import CheckFailedError
 from verl_server.conformance.other_processes import is_running
 from verl_server.conformance.reference import describe_gap
 from verl_server.conformance.served import ServedWeights

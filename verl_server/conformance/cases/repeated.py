@@ -7,8 +7,9 @@ import statistics
 import time
 from dataclasses import asdict
 
-from verl_server.conformance.case import Case, CheckFailedError, Trial
+from verl_server.conformance.case import Case, Trial
 from verl_server.conformance.footprint import Footprint
+from verl_server.conformance.messages import CheckFailedError
 from verl_server.conformance.reference import describe_gap, require_gap
 from verl_server.types import Json
 

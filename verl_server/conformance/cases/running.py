@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from verl_server.conformance.case import Case, CheckFailedError, Trial
+from verl_server.conformance.case import Case, Trial
+from verl_server.conformance.messages import CheckFailedError
 from verl_server.conformance.reference import LOGPROB_LIMIT, PROMPTS, describe_gap
 from verl_server.conformance.systems.base import Reply, System
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from verl_server.conformance.case import Case, CheckFailedError, Trial
+from verl_server.conformance.case import Case, Trial
+from verl_server.conformance.messages import CheckFailedError
 from verl_server.conformance.reference import PROMPTS, Weights, describe_gap, require_gap
 
 _SEEDS_IN_A_ROW = (11, 12, 13)
