@@ -29,7 +29,7 @@ setup(
     package_data={
         "verl_server": ["py.typed"],
         "verl_server.trajectory.view": ["page.html.jinja"],
-        "verl_server.gateway.http.ui": ["live.html"],
+        "verl_server.gateway.http": ["live.html"],
     },
     # What a trainer, an agent, a router and a gateway need. The server needs the extra `sglang` in its own environment.
     install_requires=[

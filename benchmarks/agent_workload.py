@@ -54,7 +54,7 @@ class Workload:
     """The sessions of a plan, which each variant runs on the same server."""
 
     def __init__(self, server: HttpServerEngineAdapter, tokenizer: Any, plan: Plan) -> None:
-        from verl_server.agent.engine_access import access_engine
+        from verl_server.agent.engines import access_engine
         from verl_server.trajectory import ChatRenderer
 
         self._adapter, self._tokenizer, self._plan = server.asynchronous, tokenizer, plan

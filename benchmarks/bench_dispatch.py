@@ -35,14 +35,13 @@ from common import (
 from plots import grouped_bars, legend_below, new_figure, save_figure
 
 from verl_server.config import RouterConfig
-from verl_server.garbage_collection import collect_garbage_rarely
-from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.placement.policy import RoutingRequest, VersionRequirement
-from verl_server.router.placement.routed_replica import RoutedReplica, Slot
+from verl_server.router.dispatcher import Dispatcher, ResultCache, estimate_bytes
+from verl_server.router.placement import RoutingRequest, VersionRequirement
+from verl_server.router.replica import RoutedReplica, Slot
 from verl_server.router.replica_pool import ReplicaPool
-from verl_server.router.result_cache import ResultCache, estimate_bytes
+from verl_server.router.replica_status import RouterCounters
 from verl_server.router.resumable_generation import ResumableGeneration
-from verl_server.router.snapshot import RouterCounters
+from verl_server.tracing import collect_garbage_rarely
 from verl_server.types import Json
 
 NAME = "bench_dispatch"

@@ -28,7 +28,7 @@ from gateway_report import report
 from gateway_systems import System, engine_systems, gateway, upstream_systems
 from http_load import body_of, connect, encode_head, run_burst
 
-from verl_server.cli.signals import exit_after_cleanup
+from verl_server.cli.common import exit_after_cleanup
 from verl_server.types import Json
 
 NAME = "bench_gateway"

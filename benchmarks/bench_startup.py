@@ -37,7 +37,7 @@ from servers import BareServer, ProcessLeakCheck, tiny_model
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig
-from verl_server.conformance.vllm_python import find_vllm_python
+from verl_server.conformance.other_processes import find_vllm_python
 from verl_server.types import Json
 
 NAME = "bench_startup"
@@ -85,7 +85,7 @@ def sglang_methods(model: Path) -> Methods:
 
 def vllm_methods(model: Path, python: Path) -> Methods:
     """The bare server has the plugin of the conformance suite."""
-    from verl_server.conformance.systems.vllm_process import VllmProcess
+    from verl_server.conformance.systems.vllm import VllmProcess
 
     bare = {bare_name("vllm"): lambda: closing(VllmProcess(python, model, VLLM_OPTIONS))}
     return {**bare, **our_methods("vllm", model, python)}

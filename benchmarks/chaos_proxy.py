@@ -12,9 +12,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl_server import AdapterConfig, HttpServerEngineAdapter, LocalLauncher
-from verl_server.adapter.event_loop_thread import EventLoopThread
-from verl_server.adapter.sglang.launch import launch_sglang_server
-from verl_server.server.supervisor import AbortCheck
+from verl_server.adapter.blocking import EventLoopThread
+from verl_server.adapter.sglang.server_arguments import launch_sglang_server
+from verl_server.server.process import AbortCheck
 
 REQUEST_HEAD = re.compile(rb"^POST /generate[ ?]")
 CONTENT_LENGTH = re.compile(rb"\r\nContent-Length: (\d+)", re.IGNORECASE)

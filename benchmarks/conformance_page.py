@@ -10,8 +10,7 @@ from pathlib import Path
 
 from common import RESULTS, hardware_slug
 
-from verl_server.conformance.report import as_markdown
-from verl_server.conformance.suite import as_text
+from verl_server.conformance.suite import as_markdown, as_text
 from verl_server.types import Json
 
 PAGE = Path(__file__).parents[1] / "docs" / "conformance.md"

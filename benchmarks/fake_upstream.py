@@ -85,8 +85,8 @@ def run_gateway(run_dir: str, model: str) -> None:
     from transformers import AutoTokenizer
 
     from verl_server.agent import RolloutLimits
-    from verl_server.garbage_collection import collect_garbage_rarely
     from verl_server.gateway import Gateway
+    from verl_server.tracing import collect_garbage_rarely
     from verl_server.trajectory import ChatRenderer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

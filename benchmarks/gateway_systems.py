@@ -20,7 +20,7 @@ import requests
 from bench_router import KEY, our_router
 from servers import free_port
 
-from verl_server.cli.tokenizer import load_tokenizer
+from verl_server.cli.common import load_tokenizer
 from verl_server.trajectory import get_renderer
 from verl_server.types import Json
 

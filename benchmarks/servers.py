@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
-from verl_server.server.forkserver.shared_forkserver import forkserver_pids
-from verl_server.server.ports import PortReservation
-from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
+from verl_server.server.forkserver.forkserver import forkserver_pids
+from verl_server.server.launch import PortReservation
+from verl_server.server.warden.processes import find_shared_memory, remove_shared_memory
 
 POLL_S = 0.05
 READY_TIMEOUT_S = 600.0

@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from verl_server.integrations.verl import shards
+from verl_server.integrations.verl import trainer
 
-_is_plain, _calls = shards._is_plain, itertools.count()
+_is_plain, _calls = trainer._is_plain, itertools.count()
 
 
 def _alternate(engine: Any) -> bool:
     return _is_plain(engine) and next(_calls) % 2 == 1
 
 
-shards._is_plain = _alternate
+trainer._is_plain = _alternate

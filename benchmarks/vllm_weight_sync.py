@@ -27,7 +27,7 @@ from weight_update_methods import (
     memcpy_method,
 )
 
-from verl_server.conformance.vllm_python import find_vllm_python
+from verl_server.conformance.other_processes import find_vllm_python
 
 VLLM_RELOAD = "vLLM's own reload"
 SERVER: dict[str, Any] = {"dtype": "bfloat16", "context_length": 2048, "max_running_requests": 4}
@@ -105,7 +105,7 @@ def _measure(folder: Path, rounds: int, run_rounds: RunRounds) -> tuple[dict[str
     from bench_weight_sync import weights_of
 
     from verl_server import VerlEngine
-    from verl_server.conformance.systems.vllm_reload import VllmSystem
+    from verl_server.conformance.systems.vllm import VllmSystem
 
     python = find_vllm_python(None).path
     weights = weights_of(folder)

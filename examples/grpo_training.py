@@ -1,6 +1,6 @@
 """Shared by the examples that train: GRPO on any number of trainer ranks, the options of the command line, the plot.
 
-The loss is `policy_loss` of `verl_server/demo/grpo.py`. `calculator.py`, `async_training.py`, `coding.py` and
+The loss is `policy_loss` of `verl_server/demo/trainer.py`. `calculator.py`, `async_training.py`, `coding.py` and
 `train_claude_code.py` use this module.
 """
 
@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_server import VerlEngine
 from verl_server.agent import RolloutStep, Sample
-from verl_server.demo import grpo, policy
+from verl_server.demo import trainer as grpo
+from verl_server.demo import trainer as policy
 
 EPOCHS, MINIBATCHES, CLIP = 2, 4, 0.2
 WARMUP_STEPS = 5

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl_server.demo import policy
+from verl_server.demo import trainer
 from verl_server.tiny import Architecture, make_config
 
 CONTEXT_LENGTH = 64
@@ -36,7 +36,7 @@ def write_policy(folder: Path, vocabulary: Sequence[str], seed: int) -> None:
         Architecture.QWEN3, context_length=CONTEXT_LENGTH, tie_word_embeddings=True, vocab_size=len(vocabulary)
     )
     config.eos_token_id = config.pad_token_id = vocabulary.index(END)
-    config.initializer_range = policy.INITIAL_STD
+    config.initializer_range = trainer.INITIAL_STD
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     make_tokenizer(folder, vocabulary)

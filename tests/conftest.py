@@ -32,8 +32,8 @@ from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
-from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
-from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
+from verl_server.server.forkserver.forkserver import prepare_forkserver
+from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE
 from verl_server.tiny import make_model
 
 

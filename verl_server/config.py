@@ -15,8 +15,7 @@ from typing import Annotated
 from pydantic import Field
 
 from verl_server.errors import BadInputError
-from verl_server.type_checks import check_fields
-from verl_server.validation import did_you_mean, require_http_url
+from verl_server.validation import check_fields, did_you_mean, require_http_url
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -263,7 +262,7 @@ class RouterConfig:
     tokens of one event. Long generations use larger events, at most 64 events each."""
     result_cache_bytes: NotNegativeInt = 256 << 20
     """Maximum size of all finished results that a repeated request with the same `rid` still receives, in bytes. The
-    size is an estimate from the number of tokens and log probabilities (`verl_server/router/result_cache.py`). Results
+    size is an estimate from the number of tokens and log probabilities (`verl_server/router/dispatcher.py`). Results
     of requests without a `rid` are not stored. Aborted generations, which a repeated request continues, are kept beside
     them, up to 8 GiB."""
     max_sessions: NotNegativeInt = 65536

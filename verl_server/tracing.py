@@ -6,6 +6,7 @@ A program that sets a tracer provider gets one trace for each sample. Without a 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Mapping
 
 from opentelemetry import context, trace
@@ -59,3 +60,19 @@ def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         context.detach(token)
+
+
+# -- Garbage collection -----------------------------------------------------------------------------
+# How often Python looks for cyclic garbage in a process that serves requests.
+
+
+def collect_garbage_rarely() -> None:
+    """Let Python look for cyclic garbage after 50,000 new objects instead of 700. For a process of our own.
+
+    Each running request has about a hundred objects. With Python's default, most of the time of a burst of requests
+    goes into looking at the objects of all running requests, again and again. Objects that exist now, for example the
+    modules, are never looked at again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import os
+import reprlib
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar, get_type_hints
 from urllib.parse import urlsplit
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from verl_server.errors import BadInputError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -218,3 +226,202 @@ def require_http_url(
             f"{name} {url!r} must be the base URL of the server, without an endpoint or a query; write {base_url}"
         )
     return base_url
+
+
+# -- Type checks ------------------------------------------------------------------------------------
+# Public constructors: pydantic checks the values, by annotation, and its errors become BadInputError.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+
+
+def check_fields(settings: DataclassInstance) -> None:
+    """Raise BadInputError unless each field of a dataclass fits its annotation. Call it in `__post_init__`.
+
+    Numbers of numpy become ints and floats. Values of fields with `repr=False` are not shown: they can be keys.
+    """
+    for item in fields(settings):
+        name, value = f"{type(settings).__name__}.{item.name}", getattr(settings, item.name)
+        expected = _field_types(type(settings))[item.name]
+        object.__setattr__(settings, item.name, checked_value(name, value, expected, is_secret=not item.repr))
+
+
+def check_arguments(*, skip: Collection[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorator of a constructor: raises BadInputError for an argument that does not fit its annotation.
+
+    Numbers of numpy are passed on as ints and floats, and `**arguments` as `to_plain` converts them. Not checked: the
+    arguments in `skip`, and those whose annotation is imported for type checkers only. Values of arguments whose name
+    ends with `key` are not shown.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        variadic = {name for name, item in signature.parameters.items() if item.kind is item.VAR_KEYWORD}
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            given, hints = (bound := signature.bind(*args, **kwargs)).arguments, _argument_types(function)
+            for name in given.keys() & hints.keys() - {*skip} - variadic:
+                given[name] = checked_value(name, given[name], hints[name], is_secret=name.endswith("key"))
+            given.update((name, to_plain(given[name])) for name in variadic.intersection(given))
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def checked_value(name: str, value: object, expected: Any, *, is_secret: bool = False) -> Any:
+    """`value` if it fits the annotation `expected`. A number of numpy becomes an int or a float.
+
+    Otherwise raise BadInputError, which does not show a value that `is_secret`, nor the items of dicts and lists.
+    """
+    value = to_plain(value) if isinstance(value, Real) or is_bool(value) else value
+    try:
+        checked = _adapter(expected).validate_python(value, strict=True)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        given = first["input"]
+        is_item = given is not value
+        place = "".join(f"[{each!r}]" for each in first["loc"] if is_item and _is_index(value, each))
+        wanted = dict.fromkeys(each["msg"].replace("Input should be", "must be") for each in (first, *others))
+        kind = type(given).__name__
+        is_container = isinstance(given, Collection) and not isinstance(given, (str, bytes))  # its items may be keys
+        is_hidden = is_secret or is_item or is_container
+        got = f"a value of type {kind}" if is_hidden else f"{_SHORT.repr(given)} ({kind})"
+        raise BadInputError(f"{name}{place} {' or '.join(wanted)}, got {got}", argument=name) from None
+    if isinstance(checked, float) and not isinstance(value, Real):  # pydantic calls `__float__`, as of a tensor
+        got = type(value).__name__ if is_secret else f"{_SHORT.repr(value)} ({type(value).__name__})"
+        raise BadInputError(f"{name} must be a valid number, got {got}", argument=name)
+    return value
+
+
+def _is_index(value: Any, key: object) -> bool:
+    """Whether a part of the location of an error is an index of `value`; others name a choice of a union."""
+    return key in value if isinstance(value, dict) else isinstance(key, int)
+
+
+@functools.cache
+def _adapter(expected: Any) -> TypeAdapter[Any]:
+    config = None if is_dataclass(expected) else ConfigDict(arbitrary_types_allowed=True)
+    return TypeAdapter(expected, config=config)
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+@functools.cache
+def _argument_types(function: Callable[..., Any]) -> dict[str, Any]:
+    """Annotations of a function by argument, without those whose names are imported for type checkers only."""
+    hints = {}
+    for name, annotation in inspect.get_annotations(function).items():
+        try:
+            hints[name] = eval(annotation, inspect.unwrap(function).__globals__)  # a string: PEP 563
+        except NameError:
+            continue
+    return hints
+
+
+# -- Argument names ---------------------------------------------------------------------------------
+# Errors for arguments that other libraries have: what to write for the names of verl, TRL and verifiers.
+
+
+Class = TypeVar("Class", bound=type)
+
+_NUM_SAMPLES = "the number of samples of each task is RolloutRunner(n=...)"
+_RESPONSE = "pass max_response_tokens, the number of tokens after the first prompt over all turns"
+_CONTEXT = "pass max_context_tokens, the number of tokens of prompt plus response"
+_MESSAGES = 'pass messages=[{"role": "user", "content": "..."}]'
+_DATA = 'pass data={"answer": ...}, which rewards read as sample.task.data["answer"]'
+_REWARD = "pass reward, one function of a finished Sample. For several rewards, use an Environment with methods @reward"
+_AGENT = "pass the list of tools, the class of an Environment or an AgentLoop as the first argument"
+_ENGINE = "pass what generates as the second argument"
+_LIMITS = "pass limits=RolloutLimits(...)"
+_RENDERER = "pass renderer=get_renderer(tokenizer)"
+_SAMPLING = 'pass sampling_params={"temperature": 1.0}'
+_TASKS = "pass the tasks to runner.run(tasks) or to runner.steps(tasks, num_groups)"
+_LENGTH = "the run ends with its tasks, or when you leave the loop. A step has num_groups groups"
+_GROUPS = "pass num_groups, the number of tasks of a step"
+_SECONDS = "pass timeout_s, in seconds"
+
+
+def _names(cures: Mapping[str, str]) -> Mapping[str, str]:
+    """The cure of each name. The keys of `cures` are one or more names with spaces between them."""
+    return {name: cure for names, cure in cures.items() for name in names.split()}
+
+
+NAMES_OF_OTHER_LIBRARIES: Mapping[str, Mapping[str, str]] = {
+    "RolloutRunner": _names(
+        {
+            "num_generations rollouts_per_example group_size num_samples rollout_n": "pass n=8 for 8 samples per task",
+            "reward_funcs reward_fn reward_function rewards rubric funcs": _REWARD,
+            "tools env environment environment_factory agent_loop": _AGENT,
+            "model server client url generate": _ENGINE,
+            "max_turns max_tokens max_response_length max_completion_length max_prompt_length max_new_tokens": _LIMITS,
+            "max_response_tokens max_context_tokens max_tool_tokens timeout timeout_s": _LIMITS,
+            "tokenizer processor processing_class": _RENDERER,
+            "sampling_args temperature top_p top_k": _SAMPLING,
+            "train_dataset dataset tasks": _TASKS,
+            "max_concurrent num_workers": "pass max_concurrency, the number of samples that generate at a time",
+        }
+    ),
+    "RolloutRunner.steps": _names(
+        {
+            "num_steps max_steps total_training_steps steps total_epochs": _LENGTH,
+            "batch_size train_batch_size num_tasks": _GROUPS,
+            "gen_batch_size": "rejected groups are replaced; num_extra_groups generates more groups at the same time",
+            "n num_generations group_size": _NUM_SAMPLES,
+        }
+    ),
+    "RolloutRunner.run": _names(
+        {
+            "n num_generations group_size": _NUM_SAMPLES,
+            "num_groups": "run yields all groups; runner.steps(tasks, num_groups) yields training steps",
+        }
+    ),
+    "RolloutLimits": _names(
+        {
+            "max_tokens max_response_length max_completion_length response_length": _RESPONSE,
+            "max_new_tokens": f'{_RESPONSE}. For one turn: sampling_params={{"max_new_tokens": ...}}',
+            "max_model_len max_seq_len max_length max_context_length": _CONTEXT,
+            "max_assistant_turns max_steps max_tool_calling_iterations": "pass max_turns",
+            "max_tool_response_length": "pass max_tool_tokens, in tokens",
+            "timeout timeout_seconds": _SECONDS,
+        }
+    ),
+    "Task": _names(
+        {
+            "prompt raw_prompt question": _MESSAGES,
+            "answer info ground_truth reward_model extra_info metadata": _DATA,
+            "uid example_id task_id name": "pass id, a string that no other task has",
+        }
+    ),
+}
+"""What to write for an argument of verl, TRL or verifiers, by our class or function. `docs/migration.md` has tables."""
+
+
+def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: a call with an unknown argument raises BadInputError with the argument that was meant."""
+    owner, known = function.__qualname__.removesuffix(".__init__"), inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs.keys() - known.keys():
+            cure = NAMES_OF_OTHER_LIBRARIES[owner].get(name)
+            raise BadInputError(
+                f"{owner} has no argument {name!r}{f'; {cure}' if cure else did_you_mean(name, known)}", argument=name
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
+def explain_constructor(cls: Class) -> Class:
+    """Class decorator, for a dataclass: `explain_arguments` for its constructor."""
+    cls.__init__ = explain_arguments(cls.__init__)  # type: ignore[misc]
+    return cls

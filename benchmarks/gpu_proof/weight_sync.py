@@ -82,7 +82,7 @@ def model_folder(size: str) -> Iterator[str]:
 
 def random_weights(folder: str, args: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Random tensors on the trainer's device, with the names and shapes that the server takes."""
-    from verl_server.weights.read_manifest import read_manifest
+    from verl_server.weights.manifest import read_manifest
 
     manifest = read_manifest({**args, "model_path": folder})
     generator = torch.Generator(device()).manual_seed(0)

@@ -23,12 +23,19 @@ from verl_server import HttpServerEngineAdapter
 from verl_server.cli.app import app
 from verl_server.conformance.case import Case, CaseResult, ModelKind, Outcome
 from verl_server.conformance.cases import CASES
-from verl_server.conformance.command import run
-from verl_server.conformance.engines import ENGINE_NAMES, named_engine, number_engines, running_server
 from verl_server.conformance.reference import Reference
-from verl_server.conformance.report import SystemReport, as_markdown, as_table
-from verl_server.conformance.suite import small_models
-from verl_server.conformance.systems.verl_engine import VerlEngineSystem
+from verl_server.conformance.suite import (
+    ENGINE_NAMES,
+    SystemReport,
+    as_markdown,
+    as_table,
+    named_engine,
+    number_engines,
+    run,
+    running_server,
+    small_models,
+)
+from verl_server.conformance.systems.sglang import VerlEngineSystem
 from verl_server.errors import BadInputError, ServerError
 
 ROOT = Path(__file__).parents[2]

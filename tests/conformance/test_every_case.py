@@ -13,9 +13,7 @@ from rich.console import Console
 
 from verl_server.conformance.case import CaseResult, Outcome
 from verl_server.conformance.cases import CASES
-from verl_server.conformance.engines import named_engine
-from verl_server.conformance.report import as_markdown, as_table
-from verl_server.conformance.suite import run_suite, small_models
+from verl_server.conformance.suite import as_markdown, as_table, named_engine, run_suite, small_models
 
 UPDATES = 6
 

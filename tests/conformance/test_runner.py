@@ -15,7 +15,7 @@ from helpers import processes, wait_until
 from verl_server.conformance.case import Case, ModelKind, Outcome, Trial
 from verl_server.conformance.messages import CheckFailedError
 from verl_server.conformance.other_processes import is_running
-from verl_server.conformance.runner import run_cases
+from verl_server.conformance.suite import run_cases
 from verl_server.conformance.systems.base import NotOfferedError
 
 NO_SERVER: Mapping[str, Any] = {"no_server": True}

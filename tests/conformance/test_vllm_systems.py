@@ -10,11 +10,10 @@ from vllm_helpers import VLLM_PYTHON, needs_vllm
 
 from verl_server.conformance.case import CaseResult, ModelKind, Outcome
 from verl_server.conformance.cases import CASES
-from verl_server.conformance.engines import named_engine
-from verl_server.conformance.suite import run_suite, small_models
+from verl_server.conformance.other_processes import find_vllm_python
+from verl_server.conformance.suite import named_engine, run_suite, small_models
 from verl_server.conformance.systems.base import NotOfferedError
-from verl_server.conformance.systems.vllm_reload import as_options
-from verl_server.conformance.vllm_python import find_vllm_python
+from verl_server.conformance.systems.vllm import as_options
 from verl_server.errors import BadInputError
 
 
@@ -38,7 +37,7 @@ def test_our_vllm_server_updates_tied_embeddings_and_lora_adapters(tmp_path: Pat
 
 @needs_vllm
 def test_the_reload_of_vllm_leaves_a_tied_head_behind(tmp_path: Path) -> None:
-    """If this test fails, vLLM has repaired its reload: run the suite again, and look at `reloaded_modules.py`."""
+    """If this test fails, vLLM has repaired its reload: run the suite again, and look at `reload.py`."""
     result = run("vllm", ("tied-embeddings",), tmp_path)["tied-embeddings"]
     assert result.outcome is Outcome.FAILED, result
     assert result.detail.startswith("after update 1, log probabilities differ from Hugging Face by"), result

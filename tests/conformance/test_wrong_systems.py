@@ -16,13 +16,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server.conformance.case import Case, CaseResult, Outcome, Trial
-from verl_server.conformance.cases import CASES, killed, repeated
+from verl_server.conformance.case import Case, CaseResult, Outcome, ServedWeights, Trial
+from verl_server.conformance.cases import CASES, faults
 from verl_server.conformance.messages import CheckFailedError, without_paths
 from verl_server.conformance.reference import Reference
-from verl_server.conformance.served import ServedWeights
 from verl_server.conformance.systems.base import Reply, System
-from verl_server.conformance.systems.verl_engine import VerlEngineSystem
+from verl_server.conformance.systems.sglang import VerlEngineSystem
 from verl_server.conformance.worker import run_case
 
 Tensors = Mapping[str, torch.Tensor]
@@ -257,9 +256,9 @@ def test_files_in_shared_memory_that_are_left_fail(engine: VerlEngineSystem, ref
 
 def test_a_growing_gap_fails() -> None:
     flat = list(itertools.repeat(1e-6, 40))
-    repeated._require_no_drift(flat)
+    faults._require_no_drift(flat)
     with pytest.raises(CheckFailedError, match=r"grew from 1\.0e-06 to 3\.0e-06"):
-        repeated._require_no_drift([*flat, *itertools.repeat(3e-6, 20)])
+        faults._require_no_drift([*flat, *itertools.repeat(3e-6, 20)])
 
 
 def test_a_mixture_of_weights_is_recognised(engine: VerlEngineSystem, reference: Reference) -> None:
@@ -292,7 +291,7 @@ class SurvivesItsOwner:
 def test_a_server_that_survives_its_owner_fails(
     engine: VerlEngineSystem, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(killed, "END_S", 0.5)
+    monkeypatch.setattr(faults, "END_S", 0.5)
     trial = Trial(engine, reference, SurvivesItsOwner)  # type: ignore[arg-type] # only what the case needs
     result = run_case(case_named("owner-killed"), trial)
     assert result.detail == "1 processes of the server still run after 0.5 s"

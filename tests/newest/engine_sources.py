@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "verl_server"
-ROUTES = {"vllm": "adapter/vllm/endpoints.py", "sglang": "adapter/sglang/endpoints.py"}
+ROUTES = {"vllm": "adapter/vllm/requests.py", "sglang": "adapter/sglang/replies.py"}
 #: Routes that FastAPI adds, and ways in which an engine writes a parameter into a route.
 BUILT_IN_ROUTES = ("/openapi.json",)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server import RecoveryConfig, RolloutManager, RouterConfig
-from verl_server.rollout.health import ReplicaState
+from verl_server.rollout.fleet import ReplicaState
 from verl_server.rollout.status import ReplicaView
 
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}

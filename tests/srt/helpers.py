@@ -27,7 +27,7 @@ from tqdm import tqdm
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine
 from verl_server.errors import VerlServerError
 from verl_server.rollout.status import ReplicaView
-from verl_server.server.ports import PortReservation
+from verl_server.server.launch import PortReservation
 from verl_server.tiny import make_tokenizer
 
 PROMPTS = [[1, 2, 3, 4, 5], [200, 17, 64], list(range(40, 75))]

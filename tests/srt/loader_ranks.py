@@ -32,17 +32,14 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo
 from verl_server.weights import loader
-from verl_server.weights.arena import Arena
-from verl_server.weights.checksum import XXH3
-from verl_server.weights.layout import plan_arena
-from verl_server.weights.read_manifest import read_manifest
-from verl_server.weights.transports.base import SenderSettings
-from verl_server.weights.transports.message import message_as_named_tensors
+from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.manifest import read_manifest
+from verl_server.weights.transports.base import SenderSettings, message_as_named_tensors
 from verl_server.weights.transports.shared_memory import Sender
-from verl_server.weights.update.request import UpdateOptions
-from verl_server.weights.update.servers import ReplayFn
+from verl_server.weights.update.options import ReplayFn, UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks
+from verl_server.weights.verification import XXH3
 
 TP_SIZES = (1, 2)
 LAYER = ".layers.1."

@@ -12,22 +12,17 @@ from verl_server.errors import VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
-from verl_server.weights.arena import Arena
-from verl_server.weights.checksum import XXH3
-from verl_server.weights.double_buffer.buffer import DoubleBuffer
-from verl_server.weights.double_buffer.layout import plan_double_buffer
-from verl_server.weights.layout import plan_arena
+from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.double_buffer.buffer import DoubleBuffer, plan_double_buffer
 from verl_server.weights.loader import load_weights
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import receiver_class, sender_class
 from verl_server.weights.transports.base import SenderSettings
-from verl_server.weights.update.buffer_filler import BufferRole
-from verl_server.weights.update.opening import DoubleBuffers
-from verl_server.weights.update.request import UpdateOptions
-from verl_server.weights.update.servers import ReplayFn
+from verl_server.weights.update.options import ReplayFn, UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
-from verl_server.weights.update.streamed import StreamedUpdater
+from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
+from verl_server.weights.verification import XXH3
 
 
 class LoadedModel(torch.nn.Module):

@@ -17,9 +17,9 @@ from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.config import PauseMode, RemoteServer
 from verl_server.errors import ServerError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.http_server import RouterHttpServer
+from verl_server.router.http import RouterHttpServer
 from verl_server.router.process.static_replicas import StaticReplicas
-from verl_server.router.rl_wire.replica_control import ReplicaControl
+from verl_server.router.rl_wire.control import ReplicaControl
 
 KEY, ADMIN_KEY = "key-of-the-agents", "key-of-the-trainer"
 STATIC = "verl_server.router.process.static_replicas"

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import orjson
 from aiohttp import web
 
-from verl_server.platforms.http_hooks import RELEASED_MEMORY
-from verl_server.server.ports import join_host_port
+from verl_server.platforms.scheduler_hooks import RELEASED_MEMORY
+from verl_server.server.launch import join_host_port
 
 
 @contextlib.asynccontextmanager

@@ -33,7 +33,7 @@ from verl_server import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter, P
 from verl_server.adapter.router_registration import RouterRegistration
 from verl_server.adapter.sglang.replies import convert_weight_versions, count_requests, require_logprobs
 from verl_server.config import AdapterConfig
-from verl_server.conformance.interceptor import Interceptor
+from verl_server.conformance.reference import Interceptor
 from verl_server.errors import (
     BadInputError,
     DeadlineError,

@@ -38,7 +38,7 @@ from verl_server.agent import (
     reward,
     tool,
 )
-from verl_server.agent.tools.failure_log import _LOGGED
+from verl_server.agent.tools.tool import _LOGGED
 from verl_server.cli.app import app
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ChatRenderer

@@ -36,7 +36,7 @@ from verl_server.agent import (
     Task,
     as_generate_fn,
 )
-from verl_server.agent.engine_access import with_stop_tokens
+from verl_server.agent.engines import with_stop_tokens
 from verl_server.errors import BadInputError
 from verl_server.trajectory import (
     ChatRenderer,

@@ -12,7 +12,7 @@ from helpers import GREEDY, PROMPTS, reference_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import Timeouts, VerlEngine
-from verl_server.adapter.sglang.request_fields import REQUEST_FIELDS
+from verl_server.adapter.sglang.requests import REQUEST_FIELDS
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, PeerError, WeightManifestError
 

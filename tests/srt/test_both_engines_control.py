@@ -22,8 +22,8 @@ from helpers import GREEDY, adapter_of, reference_model, wait_until
 from vllm_helpers import needs_vllm
 
 from verl_server import HttpServerEngineAdapter, PauseMode, VerlEngine
-from verl_server.adapter.sglang import endpoints
-from verl_server.adapter.sglang.endpoints import Endpoint
+from verl_server.adapter.sglang import replies as endpoints
+from verl_server.adapter.sglang.replies import Endpoint
 from verl_server.errors import NotReadyError, ServerBusyError, ServerError
 
 pytestmark = pytest.mark.timeout(600)

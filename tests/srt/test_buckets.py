@@ -37,22 +37,22 @@ from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import ServerInfo, TensorSpec
-from verl_server.weights.device.loading import copies_on
-from verl_server.weights.double_buffer import reader as reader_module
-from verl_server.weights.double_buffer.buffer import DoubleBuffer
+from verl_server.weights.arena import tensor_bytes
+from verl_server.weights.device import copies_on
+from verl_server.weights.double_buffer import buffer
+from verl_server.weights.double_buffer.buffer import (
+    NUM_BUCKETS,
+    BucketReader,
+    BucketWriter,
+    DoubleBuffer,
+    ProgressCounters,
+    plan_double_buffer,
+)
 from verl_server.weights.double_buffer.device_memory import find_device
-from verl_server.weights.double_buffer.layout import NUM_BUCKETS, plan_double_buffer
-from verl_server.weights.double_buffer.progress import ProgressCounters
-from verl_server.weights.double_buffer.reader import BucketReader
-from verl_server.weights.double_buffer.writer import BucketWriter
-from verl_server.weights.layout import tensor_bytes
-from verl_server.weights.read_manifest import read_manifest
+from verl_server.weights.manifest import read_manifest
 from verl_server.weights.transports import stream_class
-from verl_server.weights.update.buffer_filler import BufferRole
-from verl_server.weights.update.opening import DoubleBuffers
-from verl_server.weights.update.request import UpdateOptions, ValidatedUpdate
-from verl_server.weights.update.server_session import OpenedUpdate
-from verl_server.weights.update.streamed import StreamedUpdater
+from verl_server.weights.update.options import UpdateOptions, ValidatedUpdate
+from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, OpenedUpdate, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks
 
 STAGING = 3 << 17
@@ -213,7 +213,7 @@ def test_a_model_may_load_in_threads() -> None:
 
 
 def test_a_model_that_keeps_everything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_module, "RECLAIM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(buffer, "RECLAIM_TIMEOUT_S", 0.2)
     writer_thread = WriterThread()
     with pytest.raises(RuntimeError, match="keeps tensors while it loads many others"):
         list(tensor[3:9] for _, tensor in writer_thread.reader().tensors())
@@ -231,7 +231,7 @@ class AcceleratorTensor(torch.Tensor):
 
 def test_a_bucket_on_an_accelerator_may_hold_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable of the model's loop holds a tensor until the next one is there. Only then its bucket is free."""
-    monkeypatch.setattr(reader_module, "RECLAIM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(buffer, "RECLAIM_TIMEOUT_S", 0.2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Stream=lambda device: None))
     writer_thread = WriterThread(tensors=4, tensors_per_bucket=1)
 

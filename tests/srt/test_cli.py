@@ -31,13 +31,12 @@ from verl_server.cli.arguments import (
     ADMIN_API_KEY,
     API_KEY,
     REPLICA_API_KEY,
+    read_server_args,
 )
-from verl_server.cli.launch_arguments import read_server_args
 from verl_server.config import EngineKind
 from verl_server.errors import BadInputError
-from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
-from verl_server.server.warden.process_tree import list_descendants
-from verl_server.server.warden.shared_memory_files import find_shared_memory
+from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE
+from verl_server.server.warden.processes import find_shared_memory, list_descendants
 
 COMMAND = [sys.executable, "-m", "verl_server.cli"]
 KEYS = {API_KEY: "the-users-key", ADMIN_API_KEY: "the-admins-key"}

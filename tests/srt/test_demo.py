@@ -13,85 +13,86 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_server.demo import grpo, run, task
+from verl_server.demo import run, trainer
 from verl_server.demo.display import format_time, remaining_s, sparkline
 from verl_server.demo.launch import Ranks
-from verl_server.demo.outcome import Outcome
-from verl_server.demo.settings import Exam, Ready, Settings, StepMetrics
+from verl_server.demo.settings import Exam, Outcome, Ready, Settings, StepMetrics
 from verl_server.errors import BadInputError, PeerError
 
 CLIP, ENTROPY = 0.2, 0.05
 
 # -- the task -------------------------------------------------------------------------------------------
 
-PROMPT = (5, 0, 9, 0, 3, task.SORT)
-RIGHT = (0, 0, 3, 5, 9, task.END)
+PROMPT = (5, 0, 9, 0, 3, trainer.SORT)
+RIGHT = (0, 0, 3, 5, 9, trainer.END)
 
 
 def test_only_the_correct_answer_gets_the_full_reward() -> None:
-    assert task.answer(PROMPT) == RIGHT
-    assert task.reward(PROMPT, RIGHT) == 1.0
-    assert task.reward(PROMPT, (0, 0, 3, 5, 9, 9)) == pytest.approx(5 / 6)
-    assert task.reward(PROMPT, ()) == 0.0
+    assert trainer.answer(PROMPT) == RIGHT
+    assert trainer.reward(PROMPT, RIGHT) == 1.0
+    assert trainer.reward(PROMPT, (0, 0, 3, 5, 9, 9)) == pytest.approx(5 / 6)
+    assert trainer.reward(PROMPT, ()) == 0.0
 
 
-@pytest.mark.parametrize("response", [RIGHT[:-1], RIGHT[:2], (*RIGHT, 0), (task.END, *RIGHT)])
+@pytest.mark.parametrize("response", [RIGHT[:-1], RIGHT[:2], (*RIGHT, 0), (trainer.END, *RIGHT)])
 def test_stopping_early_or_late_costs_reward(response: tuple[int, ...]) -> None:
-    assert task.reward(PROMPT, response) < 1.0
+    assert trainer.reward(PROMPT, response) < 1.0
 
 
 def test_a_policy_that_ignores_the_prompt_cannot_pass() -> None:
     """Random tokens and the best constant answer stay clearly below the target of 0.8."""
     rng = random.Random(0)
-    prompts = task.draw_prompts(rng, 4000)
-    rewards = [task.reward(p, [rng.randrange(task.VOCAB_SIZE) for _ in range(task.MAX_RESPONSE)]) for p in prompts]
+    prompts = trainer.draw_prompts(rng, 4000)
+    rewards = [
+        trainer.reward(p, [rng.randrange(trainer.VOCAB_SIZE) for _ in range(trainer.MAX_RESPONSE)]) for p in prompts
+    ]
     assert sum(rewards) / len(rewards) < 0.1
-    columns = zip(*(task.answer(prompt) for prompt in prompts), strict=True)
+    columns = zip(*(trainer.answer(prompt) for prompt in prompts), strict=True)
     constant = [max(set(column), key=column.count) for column in columns]
-    assert sum(task.reward(prompt, constant) for prompt in prompts) / len(prompts) < 0.5
+    assert sum(trainer.reward(prompt, constant) for prompt in prompts) / len(prompts) < 0.5
 
 
 def test_prompts_depend_on_the_seed_and_exclude_the_exam_prompts() -> None:
-    first = task.draw_prompts(random.Random(1), 300)
-    assert first == task.draw_prompts(random.Random(1), 300)
-    assert first != task.draw_prompts(random.Random(2), 300)
+    first = trainer.draw_prompts(random.Random(1), 300)
+    assert first == trainer.draw_prompts(random.Random(1), 300)
+    assert first != trainer.draw_prompts(random.Random(2), 300)
     assert len(set(first)) > 290
-    assert not set(first) & set(task.draw_prompts(random.Random(1), 300, never=set(first)))
-    assert all(len(prompt) == task.PROMPT_LENGTH and prompt[-1] == task.SORT for prompt in first)
+    assert not set(first) & set(trainer.draw_prompts(random.Random(1), 300, never=set(first)))
+    assert all(len(prompt) == trainer.PROMPT_LENGTH and prompt[-1] == trainer.SORT for prompt in first)
 
 
 # -- advantages and loss --------------------------------------------------------------------------------
 
 
 def test_advantages_are_normalised_within_each_group() -> None:
-    got = grpo.group_advantages([0.0, 1.0, 0.5, 0.5, 0.2, 0.2, 0.2, 0.2], group=4)
+    got = trainer.group_advantages([0.0, 1.0, 0.5, 0.5, 0.2, 0.2, 0.2, 0.2], group=4)
     deviation = math.sqrt(2 * 0.25 / 3)
     assert got[:4] == pytest.approx([-0.5 / deviation, 0.5 / deviation, 0.0, 0.0], rel=1e-3)
     assert got[4:] == [0.0] * 4, "a group with equal rewards has no advantages"
 
 
-def batch_of_three() -> grpo.Batch:
+def batch_of_three() -> trainer.Batch:
     """Responses of different lengths, ratios on both sides of the clip range, advantages of both signs."""
     samples = [
-        grpo.GrpoSample((1, 2, 10), (4, 5, 11), (-1.0, -2.0, -0.5), 0.5, advantage=1.5),
-        grpo.GrpoSample((3, 10), (6, 11), (-3.0, -2.5), 0.1, advantage=-0.7),
-        grpo.GrpoSample((3, 9, 8, 10), (7,), (-2.4,), 0.0, advantage=-2.0),
+        trainer.GrpoSample((1, 2, 10), (4, 5, 11), (-1.0, -2.0, -0.5), 0.5, advantage=1.5),
+        trainer.GrpoSample((3, 10), (6, 11), (-3.0, -2.5), 0.1, advantage=-0.7),
+        trainer.GrpoSample((3, 9, 8, 10), (7,), (-2.4,), 0.0, advantage=-2.0),
     ]
-    return grpo.make_batch(samples, pad=11)
+    return trainer.make_batch(samples, pad=11)
 
 
-def logits_for(batch: grpo.Batch, seed: int = 0) -> torch.Tensor:
+def logits_for(batch: trainer.Batch, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*batch.tokens.shape, task.VOCAB_SIZE, generator=generator, dtype=torch.float64)
+    return torch.randn(*batch.tokens.shape, trainer.VOCAB_SIZE, generator=generator, dtype=torch.float64)
 
 
-def loss_of(logits: torch.Tensor, batch: grpo.Batch, num_tokens: float) -> torch.Tensor:
-    logprobs, entropy = grpo.token_logprobs(logits, batch.tokens)
-    return grpo.policy_loss(logprobs, entropy, batch, clip=CLIP, entropy_weight=ENTROPY, num_tokens=num_tokens)
+def loss_of(logits: torch.Tensor, batch: trainer.Batch, num_tokens: float) -> torch.Tensor:
+    logprobs, entropy = trainer.token_logprobs(logits, batch.tokens)
+    return trainer.policy_loss(logprobs, entropy, batch, clip=CLIP, entropy_weight=ENTROPY, num_tokens=num_tokens)
 
 
-def part_of(batch: grpo.Batch, rows: slice) -> grpo.Batch:
-    return grpo.Batch(batch.tokens[rows], batch.mask[rows], batch.rollout_logprobs[rows], batch.advantages[rows])
+def part_of(batch: trainer.Batch, rows: slice) -> trainer.Batch:
+    return trainer.Batch(batch.tokens[rows], batch.mask[rows], batch.rollout_logprobs[rows], batch.advantages[rows])
 
 
 def test_the_positions_of_prompt_response_and_padding_in_a_batch() -> None:
@@ -129,10 +130,10 @@ def test_only_predictions_of_response_tokens_are_trained() -> None:
     A mask that is shifted by one position, or that includes the prompt or the padding, fails this test.
     """
     samples = [
-        grpo.GrpoSample((1, 2, 10), (4, 5, 11), (-2.5, -2.5, -2.5), 0.5, advantage=1.0),
-        grpo.GrpoSample((3, 10), (6, 11), (-2.5, -2.5), 0.1, advantage=-1.0),
+        trainer.GrpoSample((1, 2, 10), (4, 5, 11), (-2.5, -2.5, -2.5), 0.5, advantage=1.0),
+        trainer.GrpoSample((3, 10), (6, 11), (-2.5, -2.5), 0.1, advantage=-1.0),
     ]
-    batch = grpo.make_batch(samples, pad=11)
+    batch = trainer.make_batch(samples, pad=11)
     logits = logits_for(batch).requires_grad_()
     loss_of(logits, batch, num_tokens=5.0).backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
@@ -145,16 +146,16 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient() -> None:
     batch = batch_of_three()
     logprobs = batch.rollout_logprobs.clone().requires_grad_()
     flat = torch.zeros_like(logprobs)
-    loss = grpo.policy_loss(logprobs, flat, batch, clip=CLIP, entropy_weight=0.0, num_tokens=6.0)
+    loss = trainer.policy_loss(logprobs, flat, batch, clip=CLIP, entropy_weight=0.0, num_tokens=6.0)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(logprobs.grad, -batch.advantages[:, None] * batch.mask / 6.0)
 
 
 @pytest.mark.parametrize(("advantage", "shift", "trained"), [(1, 0.5, 0), (-1, -0.5, 0), (1, -0.5, 1), (-1, 0.5, 1)])
 def test_clipping_stops_the_gradient_beyond_the_clip_range(advantage: float, shift: float, trained: int) -> None:
-    batch = grpo.make_batch([grpo.GrpoSample((10,), (4,), (-2.0,), 0.0, advantage=advantage)], pad=11)
+    batch = trainer.make_batch([trainer.GrpoSample((10,), (4,), (-2.0,), 0.0, advantage=advantage)], pad=11)
     logprobs = (batch.rollout_logprobs + shift).requires_grad_()
-    loss = grpo.policy_loss(logprobs, logprobs * 0, batch, clip=CLIP, entropy_weight=0.0, num_tokens=1.0)
+    loss = trainer.policy_loss(logprobs, logprobs * 0, batch, clip=CLIP, entropy_weight=0.0, num_tokens=1.0)
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     assert bool(logprobs.grad.abs().sum() > 0) == bool(trained)
@@ -177,9 +178,9 @@ def test_averaged_gradients_of_ranks_equal_the_gradient_of_the_batch() -> None:
 def test_the_logprob_gap_covers_response_tokens_only() -> None:
     batch = batch_of_three()
     logprobs = batch.rollout_logprobs + torch.where(batch.mask.bool(), 0.0, 9.0)
-    assert grpo.logprob_gap(logprobs, batch) == (0.0, 0.0)
+    assert trainer.logprob_gap(logprobs, batch) == (0.0, 0.0)
     logprobs[1, 3] += 0.25
-    assert grpo.logprob_gap(logprobs, batch) == (0.25, 0.25)
+    assert trainer.logprob_gap(logprobs, batch) == (0.25, 0.25)
 
 
 # -- the outcome of a run --------------------------------------------------------------------------------

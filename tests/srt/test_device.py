@@ -16,8 +16,18 @@ from hypothesis import strategies as st
 from verl_server.config import PauseMode
 from verl_server.errors import VerlServerError
 from verl_server.types import ServerInfo, TensorSpec
-from verl_server.weights.arena import Arena
-from verl_server.weights.checksum import (
+from verl_server.weights.arena import Arena, ReceivedReport, Report, SharedReports, plan_arena
+from verl_server.weights.device import CallerOrder, PinnedMemory, StagingCopies
+from verl_server.weights.double_buffer.buffer import DoubleBuffer, plan_double_buffer
+from verl_server.weights.loader import load_weights
+from verl_server.weights.manifest import Manifest
+from verl_server.weights.transports.base import Receiver, UpdateAttempt
+from verl_server.weights.update import streamed
+from verl_server.weights.update.options import ValidatedUpdate
+from verl_server.weights.update.source import ShardWriter, StagedChecksums
+from verl_server.weights.update.staged import verify_reports
+from verl_server.weights.update.streamed import BufferFiller, BufferRole, OpenedUpdate
+from verl_server.weights.verification import (
     POSITIONAL_SUM,
     XXH3,
     Checksums,
@@ -27,23 +37,6 @@ from verl_server.weights.checksum import (
     shares_are_complete,
     verified_share,
 )
-from verl_server.weights.device.pinned_memory import PinnedMemory
-from verl_server.weights.device.staging_copies import StagingCopies
-from verl_server.weights.device.streams import CallerOrder
-from verl_server.weights.double_buffer.buffer import DoubleBuffer
-from verl_server.weights.double_buffer.layout import plan_double_buffer
-from verl_server.weights.layout import plan_arena
-from verl_server.weights.loader import load_weights
-from verl_server.weights.manifest import Manifest
-from verl_server.weights.reports import ReceivedReport, Report, SharedReports
-from verl_server.weights.transports.base import Receiver, UpdateAttempt
-from verl_server.weights.update import buffer_filler
-from verl_server.weights.update.buffer_filler import BufferFiller, BufferRole
-from verl_server.weights.update.report_checks import verify_reports
-from verl_server.weights.update.request import ValidatedUpdate
-from verl_server.weights.update.server_session import OpenedUpdate
-from verl_server.weights.update.shard_writer import ShardWriter
-from verl_server.weights.update.staged_checksums import StagedChecksums
 
 # -- checksums and shares ----------------------------------------------------------------------------
 
@@ -276,7 +269,7 @@ def test_checksums_use_the_device_of_the_callers_thread(
     accelerator: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that computes them would start with device 0, where another trainer rank works."""
-    monkeypatch.setattr(buffer_filler, "accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(streamed, "accelerator", lambda: torch.device("meta"))
     specs = {"t": TensorSpec((5,), "float32")}
     double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
     role = BufferRole(double_buffer, 0, 1, True, buffer_index=0, num_buffers=1)

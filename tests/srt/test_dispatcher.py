@@ -34,13 +34,12 @@ from verl_server.errors import (
     ShutDownError,
     to_wire,
 )
+from verl_server.router import placement
+from verl_server.router import replica as error_history
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.http_server import RouterHttpServer
-from verl_server.router.metrics import router_metrics
-from verl_server.router.placement import error_history, request_queues
-from verl_server.router.placement.load_index import LoadIndex
-from verl_server.router.placement.policy import VersionRequirement
-from verl_server.router.process.fetch_replicas import fetch_replicas
+from verl_server.router.http import RouterHttpServer, router_metrics
+from verl_server.router.placement import LoadIndex, VersionRequirement
+from verl_server.router.process.router_main import fetch_replicas
 from verl_server.router.replica_status import ReplicaStatus
 
 REQUEST: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
@@ -1012,7 +1011,7 @@ def test_too_many_open_files_are_no_fault_of_a_replica() -> None:
 
 def test_a_short_lack_of_open_files_limits_no_later_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program had all files of the machine for a moment."""
-    monkeypatch.setattr("verl_server.router.placement.running_limit.OPEN_FILES_RETRY_S", 0.1)
+    monkeypatch.setattr("verl_server.router.replica.OPEN_FILES_RETRY_S", 0.1)
 
     class Connections(RecordingServer):
         peak = 0
@@ -1041,7 +1040,7 @@ def test_a_short_lack_of_open_files_limits_no_later_requests(monkeypatch: pytest
 
 def test_requests_wait_as_long_as_files_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router tries again and again to run more requests. That is no failed attempt of hundreds of requests."""
-    monkeypatch.setattr("verl_server.router.placement.running_limit.OPEN_FILES_RETRY_S", 0.05)
+    monkeypatch.setattr("verl_server.router.replica.OPEN_FILES_RETRY_S", 0.05)
 
     class Connections(RecordingServer):
         async def generate(self, **request: Any) -> Any:
@@ -1482,7 +1481,7 @@ def test_cancelled_waiting_requests_leave_no_trace() -> None:
 
 def test_requests_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """They end with DeadlineError when no request of their queue was placed for `MAX_STANDSTILL_S` seconds."""
-    monkeypatch.setattr(request_queues, "MAX_STANDSTILL_S", 0.2)
+    monkeypatch.setattr(placement, "MAX_STANDSTILL_S", 0.2)
 
     async def run() -> None:
         dispatcher, server = Dispatcher(RouterConfig(max_running_requests_per_dp_rank=1)), RecordingServer()

@@ -37,12 +37,11 @@ from verl_server import (
 )
 from verl_server.agent import RolloutLimits, RolloutRunner, Sample
 from verl_server.cli.app import app
-from verl_server.cli.launch_arguments import read_server_args
+from verl_server.cli.arguments import read_server_args
 from verl_server.config import TRANSPORTS, EngineKind
-from verl_server.rollout.fleet import Fleet
-from verl_server.rollout.metrics import fleet_metrics
+from verl_server.rollout.fleet import Fleet, fleet_metrics
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.metrics import router_metrics
+from verl_server.router.http import router_metrics
 from verl_server.router.targets import RoutingTargets
 from verl_server.weights.transports import is_streamed
 
@@ -277,9 +276,7 @@ def check_verl_server(words: list[str], where: str) -> None:
         assert words[0] == "launch", where
         context = commands["launch"].make_context("launch", words[1:])
         given = read_server_args(EngineKind.SGLANG, ["Org/Model", *context.args])
-        program = (
-            "import sys, json, verl_server.server.argument_check as c; print(c.find_refusal(json.load(sys.stdin)))"
-        )
+        program = "import sys, json, verl_server.server.server_main as c; print(c.find_refusal(json.load(sys.stdin)))"
         done = subprocess.run(
             [sys.executable, "-c", program], input=json.dumps(given), capture_output=True, text=True, timeout=120
         )
@@ -324,7 +321,7 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_every_metric_that_a_page_names_exists() -> None:
-    source = "".join((ROOT / "verl_server" / room / "metrics.py").read_text() for room in ("router", "rollout"))
+    source = "".join((ROOT / "verl_server" / path).read_text() for path in ("router/http.py", "rollout/fleet.py"))
     prefixes = set(re.findall(r"verl_(?:router|replica|fleet)_", source))
     named = set(re.findall(r"verl_(?:router|replica|fleet)_\w+", (ROOT / "docs" / "operations.md").read_text()))
     assert len(named) > 15

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 
 from verl_server.adapter.model_files import ModelFacts, read_facts
-from verl_server.adapter.sglang.tensor_parallel import tp_choices
-from verl_server.doctor import Level, accelerator, checkpoint, leftovers, limits, memory, model, network, packages
-from verl_server.doctor import ranks as rank_checks
-from verl_server.doctor import weights as weight_checks
-from verl_server.doctor.finding import Finding
-from verl_server.doctor.hardware import Gpu, Hardware, parse_gpus, visible
-from verl_server.platforms.available_memory import available_memory, committable_memory, container_memory
+from verl_server.adapter.sglang.server_arguments import tp_choices
+from verl_server.doctor import Level, accelerator, engine, machine, model
+from verl_server.doctor import report as rank_checks
+from verl_server.doctor.machine import Gpu, Hardware, parse_gpus, visible
+from verl_server.doctor.report import Finding
+from verl_server.platforms.limits import available_memory, committable_memory, container_memory
 
 GIB = 2**30
 LAYOUT = ModelFacts("Qwen3ForCausalLM", layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, context=2048)
@@ -62,34 +61,34 @@ def test_an_indivisible_number_of_ranks_fails_and_names_the_fix(tiny: Callable[.
     ],
 )
 def test_sglang_versions(version: str | None, level: Level) -> None:
-    found = packages.check_sglang(version)
+    found = engine.check_sglang(version)
     assert found.level is level
     if version is not None:
         assert "tested: 0.5.23; supported, with probed capabilities: 0.5.15 to 0.5.23" in found.detail
 
 
 def test_packages_against_the_requirements_of_sglang() -> None:
-    assert packages.check_package("torch", "2.14.1+cu130", "==2.14.1").level is Level.OK
-    assert packages.check_package("torch", "2.9.0", "==2.14.1").level is Level.WARN
-    assert packages.check_package("torch", None, "").level is Level.FAIL
-    assert packages.check_package("flashinfer-python", None, "", needed=False).level is Level.OK
-    assert packages.check_python((3, 10, 4)).level is Level.FAIL
-    assert "torch" in packages.wanted_by_sglang()
+    assert engine.check_package("torch", "2.14.1+cu130", "==2.14.1").level is Level.OK
+    assert engine.check_package("torch", "2.9.0", "==2.14.1").level is Level.WARN
+    assert engine.check_package("torch", None, "").level is Level.FAIL
+    assert engine.check_package("flashinfer-python", None, "", needed=False).level is Level.OK
+    assert engine.check_python((3, 10, 4)).level is Level.FAIL
+    assert "torch" in engine.wanted_by_sglang()
 
 
 def test_missing_bytecode_is_a_problem_only_if_python_cannot_write_it(tmp_path: Path) -> None:
-    assert packages.check_bytecode([], written=False, site_packages="x").level is Level.OK
-    assert packages.check_bytecode(["a.py"], written=True, site_packages="x").level is Level.OK
-    missing = packages.check_bytecode(["a.py"], written=False, site_packages="/some/folder")
+    assert engine.check_bytecode([], written=False, site_packages="x").level is Level.OK
+    assert engine.check_bytecode(["a.py"], written=True, site_packages="x").level is Level.OK
+    missing = engine.check_bytecode(["a.py"], written=False, site_packages="/some/folder")
     assert missing.level is Level.WARN
     assert "compileall" in missing.fix
     assert missing.fix.endswith("/some/folder")
-    source = tmp_path / packages.SAMPLE_MODULES[0]
+    source = tmp_path / engine.SAMPLE_MODULES[0]
     source.parent.mkdir(parents=True)
     source.write_text("x = 1\n")
-    assert packages.uncompiled(tmp_path) == [packages.SAMPLE_MODULES[0]]
+    assert engine.uncompiled(tmp_path) == [engine.SAMPLE_MODULES[0]]
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(tmp_path)], check=True)
-    assert packages.uncompiled(tmp_path) == []
+    assert engine.uncompiled(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -143,12 +142,12 @@ def test_platforms(
 
 
 def test_memory() -> None:
-    assert memory.check_memory(GIB).level is Level.FAIL
-    assert memory.check_memory(3 * GIB, 4 * GIB).level is Level.WARN
-    assert memory.check_memory(64 * GIB).level is Level.OK
-    assert memory.check_shared_memory(64 * 2**20, 64 * 2**20).level is Level.WARN
-    assert memory.check_shared_memory(64 * GIB, 1024).level is Level.FAIL
-    assert memory.check_shared_memory(64 * GIB, 60 * GIB).level is Level.OK
+    assert machine.check_memory(GIB).level is Level.FAIL
+    assert machine.check_memory(3 * GIB, 4 * GIB).level is Level.WARN
+    assert machine.check_memory(64 * GIB).level is Level.OK
+    assert machine.check_shared_memory(64 * 2**20, 64 * 2**20).level is Level.WARN
+    assert machine.check_shared_memory(64 * GIB, 1024).level is Level.FAIL
+    assert machine.check_shared_memory(64 * GIB, 60 * GIB).level is Level.OK
     assert available_memory() > 0
 
 
@@ -208,19 +207,19 @@ def test_memory_that_the_kernel_does_not_overcommit(tmp_path: Path) -> None:
 
 
 def test_orphans_differ_from_children_of_a_launcher() -> None:
-    def tree(init: str) -> list[leftovers.Process]:
+    def tree(init: str) -> list[machine.Process]:
         return [
-            leftovers.Process(1, 0, init),
-            leftovers.Process(40, 1, "sglang::scheduler"),
-            leftovers.Process(50, 1, "python3.11"),
-            leftovers.Process(51, 50, "sglang::detokenizer"),
+            machine.Process(1, 0, init),
+            machine.Process(40, 1, "sglang::scheduler"),
+            machine.Process(50, 1, "python3.11"),
+            machine.Process(51, 50, "sglang::detokenizer"),
         ]
 
-    orphaned = leftovers.check_orphans(tree("bash"))
+    orphaned = machine.check_orphans(tree("bash"))
     assert (orphaned.level, orphaned.fix) == (Level.WARN, "kill -9 40")
     assert "whose launcher has ended, because their parent is now bash (PID 1): 40" in orphaned.detail
-    assert leftovers.check_orphans(tree("python3")).level is Level.OK
-    assert any(process.pid == 1 for process in leftovers.processes())
+    assert machine.check_orphans(tree("python3")).level is Level.OK
+    assert any(process.pid == 1 for process in machine.processes())
 
 
 def test_leftover_files(tmp_path: Path) -> None:
@@ -228,18 +227,18 @@ def test_leftover_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x" * 100)
         os.utime(tmp_path / name, (time.time() - 3600,) * 2)
     (tmp_path / "torch_999999999_2").write_bytes(b"young")
-    files, _ = leftovers.leftovers(tmp_path)
+    files, _ = machine.leftovers(tmp_path)
     assert set(files) == {"sglang_loads_x.shm", "torch_999999999_1"}
-    found = leftovers.check_leftovers({"torch_1": GIB, "torch_2": GIB})
+    found = machine.check_leftovers({"torch_1": GIB, "torch_2": GIB})
     assert (found.level, found.fix) == (Level.WARN, "rm /dev/shm/torch_1 /dev/shm/torch_2")
     assert "no inspected process maps them or has them open" in found.detail
-    uncertain = leftovers.check_leftovers({"torch_1": GIB}, uninspected=3)
+    uncertain = machine.check_leftovers({"torch_1": GIB}, uninspected=3)
     assert "3 processes could not be inspected" in uncertain.detail
     assert "fuser -v /dev/shm/torch_1" in uncertain.fix
     assert not uncertain.fix.startswith("rm")
-    assert leftovers.check_leftovers({"torch_1": GIB}, in_container=True).fix.startswith("If no other container")
-    assert leftovers.check_leftovers({}).level is Level.OK
-    assert leftovers.is_in_container(f"{tmp_path}/missing"), "a container may deny access to the link"
+    assert machine.check_leftovers({"torch_1": GIB}, in_container=True).fix.startswith("If no other container")
+    assert machine.check_leftovers({}).level is Level.OK
+    assert machine.is_in_container(f"{tmp_path}/missing"), "a container may deny access to the link"
 
 
 def test_an_open_file_is_not_a_leftover_file() -> None:
@@ -250,27 +249,27 @@ def test_an_open_file_is_not_a_leftover_file() -> None:
             opened.write(b"x")
             opened.flush()
             os.utime(path, (time.time() - 3600,) * 2)
-            assert path.name not in leftovers.leftovers()[0]
-        assert path.name in leftovers.leftovers()[0]
+            assert path.name not in machine.leftovers()[0]
+        assert path.name in machine.leftovers()[0]
     finally:
         path.unlink()
 
 
 def test_limits() -> None:
-    assert limits.check_open_files(1024).level is Level.FAIL
-    assert limits.check_open_files(20000, hard=1048576).fix == "ulimit -n 65536"
-    assert "20000" in limits.check_open_files(20000, hard=20000).fix
-    assert limits.check_open_files(65536).level is limits.check_open_files(limits.UNLIMITED).level is Level.OK
-    assert [limits.check_processes(count).level for count in (100, 1000, 96000)] == [Level.FAIL, Level.WARN, Level.OK]
-    assert limits.check_processes(limits.UNLIMITED).level is Level.OK
+    assert machine.check_open_files(1024).level is Level.FAIL
+    assert machine.check_open_files(20000, hard=1048576).fix == "ulimit -n 65536"
+    assert "20000" in machine.check_open_files(20000, hard=20000).fix
+    assert machine.check_open_files(65536).level is machine.check_open_files(machine.UNLIMITED).level is Level.OK
+    assert [machine.check_processes(count).level for count in (100, 1000, 96000)] == [Level.FAIL, Level.WARN, Level.OK]
+    assert machine.check_processes(machine.UNLIMITED).level is Level.OK
     for memfd, pidfd, level in ((True, False, Level.WARN), (False, True, Level.FAIL), (True, True, Level.OK)):
-        finding = limits.check_kernel("Linux", "5.2.0", memfd=memfd, pidfd=pidfd)
+        finding = machine.check_kernel("Linux", "5.2.0", memfd=memfd, pidfd=pidfd)
         assert finding.level is level
         assert ("without pidfd_open" in finding.detail) is not pidfd
-    assert limits.check_staging("Permission denied").level is Level.FAIL
-    assert limits.probe_staging() == ""
-    assert limits.check_temporary_folder("", "No usable temporary directory found").level is Level.FAIL
-    assert limits.probe_temporary_folder() == (tempfile.gettempdir(), "")
+    assert machine.check_staging("Permission denied").level is Level.FAIL
+    assert machine.probe_staging() == ""
+    assert machine.check_temporary_folder("", "No usable temporary directory found").level is Level.FAIL
+    assert machine.probe_temporary_folder() == (tempfile.gettempdir(), "")
 
 
 @pytest.mark.parametrize(
@@ -285,17 +284,17 @@ def test_limits() -> None:
     ],
 )
 def test_proxies(env: dict[str, str], level: Level) -> None:
-    finding = network.check_proxies(env)
+    finding = machine.check_proxies(env)
     assert finding.level is level
     assert "secret" not in str(finding)
 
 
 def test_network() -> None:
-    assert network.probe_loopback() == ""
-    assert network.check_loopback("Network is unreachable").level is Level.FAIL
-    assert network.check_ephemeral(60000, 60100).level is Level.WARN
-    assert network.check_ephemeral(32768, 60999).level is Level.OK
-    assert network.check_ipv6(False).level is Level.OK
+    assert machine.probe_loopback() == ""
+    assert machine.check_loopback("Network is unreachable").level is Level.FAIL
+    assert machine.check_ephemeral(60000, 60100).level is Level.WARN
+    assert machine.check_ephemeral(32768, 60999).level is Level.OK
+    assert machine.check_ipv6(False).level is Level.OK
 
 
 def levels(found: list[Finding]) -> list[Level]:
@@ -319,7 +318,7 @@ def test_ranks() -> None:
 
 
 def test_facts_of_every_family(tiny: Callable[..., Path]) -> None:
-    moe, readable = checkpoint.read_config(tiny("qwen3_moe"))
+    moe, readable = model.read_config(tiny("qwen3_moe"))
     assert moe is not None
     assert (moe.heads, moe.kv_heads, moe.experts, moe.experts_per_token) == (4, 2, 4, 2)
     assert readable.level is Level.OK
@@ -333,12 +332,12 @@ def test_facts_of_every_family(tiny: Callable[..., Path]) -> None:
 
 
 def test_folders_without_a_model(tmp_path: Path) -> None:
-    assert checkpoint.check_missing("/no/such/folder").level is Level.FAIL
-    assert checkpoint.check_missing("nobody/no-such-model").level is Level.WARN
-    facts, finding = checkpoint.read_config(tmp_path)
+    assert model.check_missing("/no/such/folder").level is Level.FAIL
+    assert model.check_missing("nobody/no-such-model").level is Level.WARN
+    facts, finding = model.read_config(tmp_path)
     assert (facts, finding.level) == (None, Level.FAIL)
     (tmp_path / "config.json").write_text("{")
-    assert checkpoint.read_config(tmp_path)[1].level is Level.FAIL
+    assert model.read_config(tmp_path)[1].level is Level.FAIL
     assert model.check_tokenizer({"config.json"}).level is Level.WARN
 
 
@@ -347,46 +346,46 @@ def test_weights_are_counted_from_the_headers(tiny: Callable[..., Path], tmp_pat
 
     folder = tiny("qwen3")
     expected = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
-    weights, problems = weight_checks.read_weights(folder)
+    weights, problems = model.read_weights(folder)
     assert weights is not None
     assert (weights.elements, problems) == (expected, [])
-    assert weight_checks.served_bytes(weights, LAYOUT, 2) == 2 * expected
-    without = weight_checks.weights_of_config(folder)
+    assert model.served_bytes(weights, LAYOUT, 2) == 2 * expected
+    without = model.weights_of_config(folder)
     assert without is not None
     assert without.elements == expected
 
     whole = (folder / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-10])
-    assert "should have" in weight_checks.read_weights(tmp_path)[1][0]
+    assert "should have" in model.read_weights(tmp_path)[1][0]
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    assert "git-lfs" in weight_checks.read_weights(tmp_path)[1][0]
-    (tmp_path / weight_checks.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
-    assert "missing" in weight_checks.read_weights(tmp_path)[1][0]
+    assert "git-lfs" in model.read_weights(tmp_path)[1][0]
+    (tmp_path / model.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
+    assert "missing" in model.read_weights(tmp_path)[1][0]
 
 
 def test_whether_weights_fit() -> None:
     def fit(weights: int, *, tp: int = 1, free: int, on_cpu: bool = False) -> Level:
-        return weight_checks.check_fit(weights, 1024, tp=tp, free=free, on_cpu=on_cpu, context=2048).level
+        return model.check_fit(weights, 1024, tp=tp, free=free, on_cpu=on_cpu, context=2048).level
 
     assert fit(140 * GIB, free=130 * GIB) is Level.FAIL
     assert fit(140 * GIB, tp=2, free=130 * GIB) is Level.OK
     assert fit(120 * GIB, free=130 * GIB) is Level.WARN
     assert fit(4 * GIB, free=5 * GIB, on_cpu=True) is Level.FAIL
     assert fit(4 * GIB, free=16 * GIB, on_cpu=True) is Level.OK
-    assert weight_checks.kv_bytes_per_token(LAYOUT, 1, 2) == 2 * 2 * 2 * 16 * 2
-    assert weight_checks.kv_bytes_per_token(LAYOUT, 4, 2) == 2 * 2 * 1 * 16 * 2
-    assert weight_checks.serving_item_bytes(ModelFacts("A", dtype="float32"), "auto", on_cpu=False) == 2
-    assert weight_checks.serving_item_bytes(ModelFacts("A", dtype="float32"), "auto", on_cpu=True) == 4
+    assert model.kv_bytes_per_token(LAYOUT, 1, 2) == 2 * 2 * 2 * 16 * 2
+    assert model.kv_bytes_per_token(LAYOUT, 4, 2) == 2 * 2 * 1 * 16 * 2
+    assert model.serving_item_bytes(ModelFacts("A", dtype="float32"), "auto", on_cpu=False) == 2
+    assert model.serving_item_bytes(ModelFacts("A", dtype="float32"), "auto", on_cpu=True) == 4
 
 
 def test_every_problem_comes_with_symptom_and_fix() -> None:
     problems = [
-        packages.check_sglang(None),
+        engine.check_sglang(None),
         accelerator.check_accelerator(Hardware(None, nvidia_device=True)),
         *accelerator.check_gpu_memory((Gpu("A", 100, 0),)),
-        memory.check_memory(0),
-        limits.check_open_files(10),
-        network.check_ephemeral(1, 2),
+        machine.check_memory(0),
+        machine.check_open_files(10),
+        machine.check_ephemeral(1, 2),
         *rank_checks.check_ranks(LAYOUT, 3, on_cpu=False),
     ]
     assert all(problem.level is not Level.OK and problem.symptom and problem.fix for problem in problems)

@@ -65,7 +65,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 )
 def test_what_an_engine_does_not_have_is_found(tmp_path: Path, right: str, wrong: str, problem: str) -> None:
     sources = Sources(write(tmp_path / "engine", ENGINE), "vllm")
-    files = {"used.py": RIGHT, "adapter/vllm/endpoints.py": 'PAUSE = Endpoint("/pause")\n'}
+    files = {"used.py": RIGHT, "adapter/vllm/requests.py": 'PAUSE = Endpoint("/pause")\n'}
     assert not right or any(right in text for text in files.values())
     package = write(
         tmp_path / "ours", {name: text.replace(right, wrong) if right else text for name, text in files.items()}

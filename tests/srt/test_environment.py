@@ -157,7 +157,7 @@ def test_a_new_reward_replays_the_sample_in_a_new_environment(renderer: ChatRend
 def test_the_setup_is_repeated_and_the_teardown_is_always_called(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_server.agent.environments.environment.RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr("verl_server.agent.environments.RETRY_DELAY_S", 0.01)
     Shop._setup_failures = 2
     (sample,) = run(Shop, buying_policy(renderer), renderer, make_tasks(["pear"]))
     assert sample.reward == pytest.approx(0.8)
@@ -484,7 +484,7 @@ def test_a_constructor_belongs_to_its_sample(
     renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with `run_dir`. What the constructor reads from its task is no setting of all samples."""
-    monkeypatch.setattr("verl_server.agent.environments.environment.RETRY_DELAY_S", 0.001)
+    monkeypatch.setattr("verl_server.agent.environments.RETRY_DELAY_S", 0.001)
     tasks = [task_with("a"), task_with("b", goal="exit"), task_with("c", goal="x"), task_with("d", goal="y")]
     for order in (tasks, tasks[::-1]):
         samples = run(Picky, buying_policy(renderer), renderer, order, run_dir=tmp_path)

@@ -100,7 +100,7 @@ def in_task_group(judge: Judge) -> Judge:
 def test_a_limit_of_another_episode_is_a_failure_of_its_code(
     run: Callable[..., list[Sample]], judge: Judge, wrap: Callable[[Judge], Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_server.agent.environments.environment.RETRY_DELAY_S", 0.001)
+    monkeypatch.setattr("verl_server.agent.environments.RETRY_DELAY_S", 0.001)
     call = wrap(judge)
 
     class SetsUp(Environment):

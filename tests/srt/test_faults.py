@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, Timeouts, VerlEngine
 from verl_server.config import RemoteServer, WeightsConfig
-from verl_server.conformance.interceptor import Interceptor
+from verl_server.conformance.reference import Interceptor
 from verl_server.errors import DeadlineError, PeerError, TornWeightsError, VerlServerError
 
 HERE = Path(__file__).parent

@@ -41,7 +41,7 @@ from verl_server.errors import (
     ShutDownError,
     TornWeightsError,
 )
-from verl_server.rollout.health import ReplicaState
+from verl_server.rollout.fleet import ReplicaState
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -23,9 +23,9 @@ import pytest
 import torch
 from helpers import wait_until
 
-from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.adapter.blocking import EventLoopThread
 from verl_server.config import AdapterConfig, PauseMode, RecoveryConfig, RolloutMode
-from verl_server.engine.generation import RankGeneration
+from verl_server.engine.verl_engine import RankGeneration
 from verl_server.errors import (
     BadInputError,
     ServerBusyError,
@@ -36,29 +36,21 @@ from verl_server.errors import (
     TornWeightsError,
     VerlServerError,
 )
-from verl_server.rollout.backend import ManagedBackend
-from verl_server.rollout.calls import FleetCalls
-from verl_server.rollout.fleet import Fleet
-from verl_server.rollout.health import ReplicaState
-from verl_server.rollout.loras import FleetLoras
+from verl_server.rollout.fleet import Fleet, Replica, ReplicaState
 from verl_server.rollout.manager import RolloutManager
-from verl_server.rollout.memory import FleetMemory
 from verl_server.rollout.recovery import RecoveryLoop
-from verl_server.rollout.replica import Replica
-from verl_server.rollout.updates import FleetUpdates
+from verl_server.rollout.updates import FleetCalls, FleetLoras, FleetMemory, FleetUpdates, ManagedBackend
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.targets import RoutingTargets
 from verl_server.types import TensorSpec
-from verl_server.weights.arena import Arena
-from verl_server.weights.checksum import compute_checksum
-from verl_server.weights.layout import plan_arena
+from verl_server.weights.arena import Arena, plan_arena
 from verl_server.weights.loader import load_weights
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import shared_memory
 from verl_server.weights.transports.base import SenderSettings
-from verl_server.weights.update.commit import commit
-from verl_server.weights.update.request import ValidatedUpdate
-from verl_server.weights.update.servers import ReplayFn, UpdatableServers
+from verl_server.weights.update.options import ReplayFn, UpdatableServers, ValidatedUpdate
+from verl_server.weights.update.staged import commit
+from verl_server.weights.verification import compute_checksum
 
 RECOVERY = RecoveryConfig(backoff_s=0.0, max_backoff_s=0.0, max_restarts=2)
 _mapping = threading.Lock()

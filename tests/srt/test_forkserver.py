@@ -26,14 +26,17 @@ from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, ServerDiedError
 from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import forkserver as forkserver_module
-from verl_server.server.forkserver import sglang_server, socket_folder
-from verl_server.server.forkserver.forkserver import SGLANG_SERVER, ForkedWarden, Forkserver, OwnForkserver
-from verl_server.server.forkserver.forkserver_main import Requests
-from verl_server.server.forkserver.inherited_state import LATE_VARIABLES, InheritedState
-from verl_server.server.forkserver.shared_forkserver import SharedForkserver, forkserver_pid
-from verl_server.server.forkserver.socket_folder import FOLDER_VARIABLE
-from verl_server.server.process import ServerProcess
-from verl_server.server.supervisor import never_abort
+from verl_server.server.forkserver import forkserver_main, sglang_server
+from verl_server.server.forkserver.forkserver import (
+    SGLANG_SERVER,
+    ForkedWarden,
+    Forkserver,
+    OwnForkserver,
+    SharedForkserver,
+    forkserver_pid,
+)
+from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE, LATE_VARIABLES, InheritedState, Requests
+from verl_server.server.process import ServerProcess, never_abort
 
 READY_S = 250.0
 
@@ -347,10 +350,10 @@ def test_a_process_that_cannot_find_the_shared_forkserver_in_time_spawns(
 ) -> None:
     """Another process, which hangs, holds the lock under which forkservers are found and started."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(socket_folder, "LOCK_TIMEOUT_S", 0.2)  # to make the test short
+    monkeypatch.setattr(forkserver_main, "LOCK_TIMEOUT_S", 0.2)  # to make the test short
     shared, environment = SharedForkserver(), inherited_environment()
     name = InheritedState.of_server(environment).fingerprint(engine=SGLANG_SERVER)
-    with socket_folder.lock(tmp_path / name):
+    with forkserver_main.lock(tmp_path / name):
         assert shared.prepare(environment) is None
     assert "the forkserver cannot be started" in caplog.text
     assert [entry.name for entry in tmp_path.iterdir()] == [f"{name}.lock"]
@@ -367,7 +370,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: 
 TRAINER = """
 import sys, time
 from verl_server import HttpServerEngineAdapter
-from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
+from verl_server.server.forkserver.forkserver import prepare_forkserver
 prepare_forkserver()
 print("importing", flush=True)
 if len(sys.argv) > 1:

@@ -137,7 +137,7 @@ def test_a_client_that_leaves_and_comes_back_gets_its_turn(gateway: Gateway) -> 
 def test_a_client_that_is_gone_for_good_ends_its_turn(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, shared_engine: VerlEngine
 ) -> None:
-    monkeypatch.setattr("verl_server.gateway.sessions.generation.ABANDONED_S", 0.2)
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.ABANDONED_S", 0.2)
     info, key = gateway.create_session(sampling_params={"max_new_tokens": 1900, "ignore_eos": True})
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(

@@ -36,7 +36,7 @@ from verl_server import VerlEngine
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import AssistantTurn, ToolUse, TurnRequest, message_of, whole_delta
-from verl_server.gateway.dialects.anthropic_messages import AnthropicDialect
+from verl_server.gateway.dialects.anthropic import AnthropicDialect
 from verl_server.gateway.dialects.chat import ChatDialect
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.history import conversation_keys, tools_digest

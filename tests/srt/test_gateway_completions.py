@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import AssistantTurn, TurnDelta
-from verl_server.gateway.dialects.completions import CompletionsDialect
+from verl_server.gateway.dialects.chat import CompletionsDialect
 from verl_server.gateway.errors import GatewayError
 from verl_server.trajectory import ChatRenderer
 

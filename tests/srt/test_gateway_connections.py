@@ -25,10 +25,10 @@ from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.http.app import PART_BYTES, TurnReply, run_until
 from verl_server.gateway.http.connections import EXTENSION, MAX_WAITING_REQUESTS
-from verl_server.gateway.http.turn_replies import PART_BYTES, TurnReply, run_until
-from verl_server.gateway.sessions.generation import Generation
-from verl_server.gateway.turn_text.turn_progress import TurnProgress
+from verl_server.gateway.sessions.turns import Generation
+from verl_server.gateway.turn_text.splitting import TurnProgress
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer
 
@@ -157,7 +157,7 @@ def test_a_client_that_leaves_with_waiting_requests_leaves_its_turn(
     open_gateway: Open, generate: HeldGenerateFn, monkeypatch: pytest.MonkeyPatch, behind: str, later: bool
 ) -> None:
     """`behind`: what the client sends before the reply to its turn. `later`: after the turn has begun."""
-    monkeypatch.setattr("verl_server.gateway.sessions.generation.ABANDONED_S", 0.0)
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.ABANDONED_S", 0.0)
     gateway = open_gateway()
     _, key = gateway.create_session("a")
     slots = gateway._call(lambda: gateway._store.session("a").slots)
@@ -189,7 +189,7 @@ def test_a_client_that_leaves_while_its_prompt_is_rendered_gets_its_turn_when_it
     renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """The client says nothing about its first request. The second request waits for the prompt of the first."""
-    monkeypatch.setattr("verl_server.gateway.worker_threads.MAX_RENDERED_CHARS", 0)  # all prompts count as long
+    monkeypatch.setattr("verl_server.gateway.threads.MAX_RENDERED_CHARS", 0)  # all prompts count as long
     slow, generate = SlowRenderer(renderer.tokenizer), HeldGenerateFn(renderer.tokenizer, lambda prompt: "yes")
     slow.hold()
     generate.hold()

@@ -16,11 +16,10 @@ from verl_server import VerlEngine
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError
 from verl_server.gateway import ConversationKind, Gateway, label_conversations, trained_ends
-from verl_server.gateway.sessions.conversation_kinds import Opening, find_main, kind_of
-from verl_server.gateway.sessions.conversation_labels import MAX_COMPARED_TURNS
+from verl_server.gateway.sessions.history import MAX_COMPARED_TURNS, Opening, find_main, kind_of
 from verl_server.trajectory import ChatRenderer, ForkReason, Span, TrajectoryGraph, load_session
 from verl_server.trajectory.conversations import KIND_NOTE
-from verl_server.trajectory.exports.paths import find_links
+from verl_server.trajectory.exports.common import find_links
 
 AGENT = Opening("You are an agent.", ["<env>x</env>\nFix the bug."], "t1", num_turns=5, max_new_tokens=32000)
 CHAT = Opening("You are an agent.", ["Fix the bug."], None, num_turns=5, max_new_tokens=4000)

@@ -40,7 +40,7 @@ class Servers:
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_INTERVAL_S", 0.1)
+    monkeypatch.setattr("verl_server.gateway.engines.FIND_INTERVAL_S", 0.1)
     monkeypatch.setattr("verl_server.router.process.static_replicas.PROBE_INTERVAL_S", 0.1)
 
 
@@ -123,8 +123,8 @@ def test_a_search_that_hangs_is_called_once_and_does_not_block_the_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs_at_close: bool
 ) -> None:
     """The other searches wait for the call that hangs. The gateway names the problem, and ends without the call."""
-    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.CLOSE_TIMEOUT_S", 0.05, raising=False)
+    monkeypatch.setattr("verl_server.gateway.engines.FIND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("verl_server.gateway.engines.CLOSE_TIMEOUT_S", 0.05, raising=False)
     search = HangingSearch(hangs_at_close=hangs_at_close)
     try:
         with Gateway(DiscoveredServers(search), tmp_path, limits=LIMITS) as gateway:
@@ -141,7 +141,7 @@ def test_a_search_that_hangs_is_called_once_and_does_not_block_the_shutdown(
 
 
 def test_a_search_that_ends_late_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("verl_server.gateway.engines.FIND_TIMEOUT_S", 0.01)
     search = HangingSearch()
     with Gateway(DiscoveredServers(search), tmp_path, limits=LIMITS):
         wait_until(lambda: search.num_running == 1, 30, "no search")
@@ -154,7 +154,7 @@ def test_a_tokenizer_that_does_not_load_is_named_and_the_search_goes_on(
     tmp_path: Path, shared_engine: VerlEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of the tokenizer can be on a network file system that hangs. They are read once."""
-    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("verl_server.gateway.engines.FIND_TIMEOUT_S", 0.5)
     load, released, num_calls = AutoTokenizer.from_pretrained, threading.Event(), [0, 0]
 
     def hang(*args: Any, **options: Any) -> Any:

@@ -22,9 +22,8 @@ from verl_server.agent import Task
 from verl_server.agent.episodes.episode import Episode
 from verl_server.errors import StartupError, VerlServerError
 from verl_server.gateway import Gateway
-from verl_server.gateway.programs.sample_gateway import serve_episode
-from verl_server.gateway.records.folder_lock import LOCK_FILE, FolderLock
-from verl_server.gateway.records.observed_recorder import ObservedRecorder
+from verl_server.gateway.programs import serve_episode
+from verl_server.gateway.records import LOCK_FILE, FolderLock, ObservedRecorder
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session

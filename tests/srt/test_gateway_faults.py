@@ -16,15 +16,15 @@ import pytest
 from fastapi import FastAPI
 
 from verl_server.adapter.sglang.replies import error_from_reply
-from verl_server.adapter.sglang.request_fields import explain_refusal
+from verl_server.adapter.sglang.requests import explain_refusal
 from verl_server.agent import RolloutLimits
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.errors import ServerDiedError, ServerError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import normalize_messages
+from verl_server.gateway.health import GatewayMetrics
 from verl_server.gateway.http.app import make_app
-from verl_server.gateway.metrics import GatewayMetrics
 from verl_server.gateway.sessions.history import meaning
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionStore
@@ -391,7 +391,7 @@ class HeldRenderer(ChatRenderer):
 
 @pytest.fixture
 def held(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> HeldRenderer:
-    monkeypatch.setattr("verl_server.gateway.worker_threads.MAX_RENDERED_CHARS", 0)  # all prompts count as long
+    monkeypatch.setattr("verl_server.gateway.threads.MAX_RENDERED_CHARS", 0)  # all prompts count as long
     held = HeldRenderer(renderer.tokenizer)
     held.hold_prompts()
     return held
@@ -539,7 +539,7 @@ def test_metrics_count_cached_tokens_and_failed_generations() -> None:
 
 
 def test_the_live_page_lists_the_latest_sessions(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.gateway.http.ui.routes.MAX_LISTED_SESSIONS", 2)
+    monkeypatch.setattr("verl_server.gateway.http.ui.MAX_LISTED_SESSIONS", 2)
     for session_id in ("b", "c", "a"):
         served.key(session_id)
     reply = asyncio.run(served.client.get("/ui/sessions", headers={"authorization": "Bearer sk-admin"}))

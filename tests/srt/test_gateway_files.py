@@ -23,10 +23,8 @@ from helpers import wait_until
 
 from verl_server.agent import RolloutLimits
 from verl_server.errors import DeadlineError, ServerBusyError, UnsupportedError
-from verl_server.gateway import Gateway
-from verl_server.gateway.records import folder_lock
-from verl_server.gateway.records.folder_lock import LOCK_FILE, FolderLock
-from verl_server.gateway.records.record_files import TOO_MANY_FILES
+from verl_server.gateway import Gateway, records
+from verl_server.gateway.records import LOCK_FILE, TOO_MANY_FILES, FolderLock
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import load_session
 
@@ -79,10 +77,10 @@ def test_a_gateway_with_few_open_files_serves_many_sessions_and_ends_them(tmp_pa
 def local_locks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A file system whose locks are local to a machine. The function lets the next gateway run on another machine."""
     monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
-    monkeypatch.setattr(folder_lock, "WATCH_S", 3.0)
-    monkeypatch.setattr(folder_lock, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(records, "WATCH_S", 3.0)
+    monkeypatch.setattr(records, "WATCH_INTERVAL_S", 0.02)
     monkeypatch.setattr("verl_server.gateway.gateway.REFRESH_S", 0.1)
-    return lambda: monkeypatch.setattr(folder_lock, "boot_id", lambda: "another machine")
+    return lambda: monkeypatch.setattr(records, "boot_id", lambda: "another machine")
 
 
 def test_a_folder_that_a_gateway_on_another_machine_serves_is_refused(
@@ -101,7 +99,7 @@ def test_a_folder_that_a_gateway_on_another_machine_serves_is_refused(
     began_at = time.monotonic()
     with start(tmp_path) as second:
         assert ask(second, key).status_code == 200
-    assert time.monotonic() - began_at < folder_lock.WATCH_S, "a folder that was released is not watched"
+    assert time.monotonic() - began_at < records.WATCH_S, "a folder that was released is not watched"
 
 
 def test_a_gateway_that_has_lost_its_folder_serves_no_more(
@@ -116,7 +114,7 @@ def test_a_gateway_that_has_lost_its_folder_serves_no_more(
         _, key = first.create_session("a")
         assert ask(first, key).status_code == 200
         local_locks()
-        monkeypatch.setattr(folder_lock, "RECENT_S", -1.0)
+        monkeypatch.setattr(records, "RECENT_S", -1.0)
         with start(tmp_path) as second:
             url, reason = f"{first.url}/health/readiness", "another gateway serves the folder of the records"
             wait_until(lambda: httpx.get(url, timeout=60.0).status_code == 503, 30, "the gateway is ready")
@@ -145,7 +143,7 @@ def test_the_folder_of_a_machine_that_is_gone_is_taken_over(
     local_locks()
     began_at = time.monotonic()
     lock = FolderLock(tmp_path, "http://10.0.0.3:9000")
-    assert (time.monotonic() - began_at >= folder_lock.WATCH_S) == (age_s == 0.0)
+    assert (time.monotonic() - began_at >= records.WATCH_S) == (age_s == 0.0)
     assert lock.refresh() is None
     lock.release()
 

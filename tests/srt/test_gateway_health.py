@@ -27,14 +27,14 @@ from transformers import AutoTokenizer
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine
 from verl_server.agent import RolloutLimits, as_generate_fn
-from verl_server.agent.generate_fn import limit_concurrency
+from verl_server.agent.engines import limit_concurrency
 from verl_server.doctor import Finding, Level, examine_gateway
 from verl_server.gateway import DiscoveredServers, Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.health import PROBE_FILE
 from verl_server.gateway.http.app import make_app
 from verl_server.gateway.sessions.session_store import SessionStore
-from verl_server.gateway.worker_threads import run_aside
+from verl_server.gateway.threads import run_aside
 from verl_server.router.client import RouterClient
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ChatRenderer, load_session
@@ -119,7 +119,7 @@ def test_a_gateway_that_shuts_down_is_not_ready(tmp_path: Path) -> None:
 def test_a_gateway_whose_worker_threads_are_busy_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts are rendered in worker threads. The disk takes files meanwhile."""
     monkeypatch.setattr("verl_server.gateway.health.FOLDER_TIMEOUT_S", 30.0)
-    monkeypatch.setattr("verl_server.gateway.worker_threads.MAX_WORKERS", 1)
+    monkeypatch.setattr("verl_server.gateway.threads.MAX_WORKERS", 1)
     go, was_ready = threading.Event(), list[bool]()
 
     async def run() -> httpx.Response:
@@ -316,7 +316,7 @@ def test_metrics_count_turns_retries_forks_and_errors(gateway: Gateway) -> None:
 
 
 def test_metrics_show_what_runs(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.gateway.sessions.generation.ABANDONED_S", 0.1)
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.ABANDONED_S", 0.1)
     _, key = gateway.create_session(sampling_params={"max_new_tokens": 1900, "ignore_eos": True})
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
     headers = {"authorization": f"Bearer {key}"}

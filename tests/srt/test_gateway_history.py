@@ -25,7 +25,7 @@ from transformers import AutoProcessor, AutoTokenizer
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import as_template_call, normalize_messages
-from verl_server.gateway.dialects.known_items import KnownItems, NoObjectError
+from verl_server.gateway.dialects.base import KnownItems, NoObjectError
 from verl_server.tiny import make_vision_model
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, load_session
 

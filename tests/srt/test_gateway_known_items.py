@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from json_mutations import mutated_bodies
 
-from verl_server.gateway.dialects import DIALECTS, known_items
-from verl_server.gateway.dialects.dialect import Dialect
-from verl_server.gateway.dialects.known_items import KnownItem, KnownItems, NoObjectError, derive
+from verl_server.gateway.dialects import DIALECTS, base
+from verl_server.gateway.dialects.base import Dialect, KnownItem, KnownItems, NoObjectError, derive
 from verl_server.gateway.errors import GatewayError
-from verl_server.gateway.http.bodies import parse_body
-from verl_server.gateway.http.clients import fingerprint_of
+from verl_server.gateway.http.app import fingerprint_of, parse_body
 
 BY_PATH = {dialect.path: dialect for dialect in DIALECTS}
 JSON = st.recursive(
@@ -160,7 +158,7 @@ def sizes(known: KnownItems) -> int:
 
 
 def test_an_item_is_parsed_once_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_items, "MAX_SIZE", 4000)
+    monkeypatch.setattr(base, "MAX_SIZE", 4000)
     known, NUM_COMPUTED[0] = KnownItems(), 0
     conversation = [{"role": "user", "content": str(number)} for number in range(20)]
     for end in range(1, 21):
@@ -169,7 +167,7 @@ def test_an_item_is_parsed_once_until_it_is_forgotten(monkeypatch: pytest.Monkey
     assert NUM_COMPUTED[0] == 20
     for number in range(200):
         known.parse(orjson.dumps({"messages": [{"other": number}]}))
-    assert sizes(known) < 2 * 4000 / known_items.VALUE_BYTES
+    assert sizes(known) < 2 * 4000 / base.VALUE_BYTES
     (item,) = known.parse(orjson.dumps({"messages": conversation[:1]})).fields["messages"]
     assert derive(_count, item) == 2
     assert NUM_COMPUTED[0] == 21
@@ -186,14 +184,14 @@ def test_an_item_is_parsed_once_until_it_is_forgotten(monkeypatch: pytest.Monkey
     ],
 )
 def test_a_body_is_not_kept_if_it_is_large_or_not_repeated(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_items, "MAX_ITEM_SIZE", 2000)
+    monkeypatch.setattr(base, "MAX_ITEM_SIZE", 2000)
     known = KnownItems()
     assert known.parse(orjson.dumps(body)).fields == body
     assert sizes(known) == 0
 
 
 def test_one_body_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_items, "MAX_SIZE", 2000)
+    monkeypatch.setattr(base, "MAX_SIZE", 2000)
     known = KnownItems()
     for name in ("messages", "input", "tools"):
         known.parse(orjson.dumps({name: [{"content": f"{name}{number:0500}"} for number in range(500)]}))
@@ -203,7 +201,7 @@ def test_one_body_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_new_items_of_a_body_are_checked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check encodes what it checks, with a hundred lists around it."""
     num_checks = list[None]()
-    monkeypatch.setattr(known_items, "require_recordable", lambda *_: num_checks.append(None))
+    monkeypatch.setattr(base, "require_recordable", lambda *_: num_checks.append(None))
     KnownItems().parse(orjson.dumps({"messages": [{"a": number} for number in range(1000)]}))
     assert len(num_checks) == 1
 

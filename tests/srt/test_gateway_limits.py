@@ -32,10 +32,8 @@ from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.image_check import ImageCheck, num_pixels
-from verl_server.gateway.sessions.generation import Client, Generation
-from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.sessions.turns import RecordedTurns, Turns
-from verl_server.gateway.turn_text.turn_progress import TurnProgress
+from verl_server.gateway.sessions.turns import Client, Generation, RecordedTurns, Slots, Turns
+from verl_server.gateway.turn_text.splitting import TurnProgress
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer, make_vision_model
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, load_session
 

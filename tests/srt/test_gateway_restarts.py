@@ -23,9 +23,8 @@ from verl_server.errors import ShutDownError
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.sessions.generation import Client, Generation
-from verl_server.gateway.sessions.turns import RecordedTurns, Turns
-from verl_server.gateway.turn_text.turn_progress import TurnProgress
+from verl_server.gateway.sessions.turns import Client, Generation, RecordedTurns, Turns
+from verl_server.gateway.turn_text.splitting import TurnProgress
 from verl_server.tiny import make_vision_model
 from verl_server.trajectory import ChatRenderer, ForkReason, TrajectoryGraph, get_renderer, image_data_url, load_session
 from verl_server.trajectory.nodes import Span

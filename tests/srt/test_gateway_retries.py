@@ -180,7 +180,7 @@ def test_a_request_gets_no_turn_that_is_being_aborted(
     renderer: ChatRenderer, tmp_path: Path, headers: dict[str, str], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client comes back after the time for which its turn was kept."""
-    monkeypatch.setattr("verl_server.gateway.sessions.generation.ABANDONED_S", 0.0)
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.ABANDONED_S", 0.0)
     served, engine = Served(renderer, tmp_path), SlowToAbort(renderer.tokenizer)
     served.engine = engine
 
@@ -204,7 +204,7 @@ def test_a_request_gets_no_turn_that_is_being_aborted(
 def test_a_turn_that_is_being_aborted_does_not_use_up_the_limit_of_turns(
     renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_server.gateway.sessions.generation.ABANDONED_S", 0.0)
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.ABANDONED_S", 0.0)
     served, engine = Served(renderer, tmp_path), SlowToAbort(renderer.tokenizer)
     served.engine = engine
 

@@ -9,9 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_server.gateway import ConversationKind, label_conversations
-from verl_server.gateway.sessions.conversation_kinds import Opening, find_main, kind_of
-from verl_server.gateway.sessions.conversation_labels import MAX_COMPARED_TURNS
-from verl_server.gateway.turn_text.returning_texts import MIN_SUMMARY_CHARS, WrittenTexts
+from verl_server.gateway.sessions.history import (
+    MAX_COMPARED_TURNS,
+    MIN_SUMMARY_CHARS,
+    Opening,
+    WrittenTexts,
+    find_main,
+    kind_of,
+)
 from verl_server.trajectory import ForkReason, Span, TrajectoryGraph
 
 SUMMARY = "The user wants a fix of the bug.\nThe file a.py was changed, and all tests pass now."

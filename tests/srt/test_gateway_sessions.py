@@ -24,9 +24,8 @@ from helpers import free_port
 from verl_server.agent import RolloutLimits
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.gateway import DiscoveredServers, Gateway
-from verl_server.gateway.sessions.session_info import SessionInfo, write_info
-from verl_server.gateway.sessions.session_store import SessionStore
-from verl_server.server.open_files import WANTED_OPEN_FILES
+from verl_server.gateway.sessions.session_store import SessionInfo, SessionStore, write_info
+from verl_server.server.process import WANTED_OPEN_FILES
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer, load_session
 

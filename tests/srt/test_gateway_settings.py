@@ -25,18 +25,17 @@ from verl_server.gateway.dialects.schemas import (
     MAX_SCHEMA_PARTS,
     MAX_SUM_OF_COUNTS,
 )
-from verl_server.gateway.engines.discovered_servers import FIND_INTERVAL_S
+from verl_server.gateway.engines import FIND_INTERVAL_S
 from verl_server.gateway.health import PING_TIMEOUT_S
-from verl_server.gateway.http.bodies import MAX_JSON_VALUES
+from verl_server.gateway.http.app import MAX_JSON_VALUES
 from verl_server.gateway.http.connections import MAX_HEAD_BYTES
-from verl_server.gateway.http.ui.pages import MAX_CACHED_BYTES, MAX_RECORD_BYTES, MAX_TOKENS
-from verl_server.gateway.http.ui.routes import MAX_LISTED_SESSIONS
-from verl_server.gateway.sessions.conversation_kinds import MAX_TITLE_TOKENS
-from verl_server.gateway.sessions.generation import ABANDONED_S
-from verl_server.gateway.sessions.key_memo import MAX_CONVERSATIONS
-from verl_server.gateway.worker_threads import MAX_PARSED_BYTES, MAX_RENDERED_CHARS
+from verl_server.gateway.http.ui import MAX_CACHED_BYTES, MAX_LISTED_SESSIONS, MAX_RECORD_BYTES, MAX_TOKENS
+from verl_server.gateway.sessions.history import MAX_TITLE_TOKENS
+from verl_server.gateway.sessions.session import MAX_CONVERSATIONS
+from verl_server.gateway.sessions.turns import ABANDONED_S
+from verl_server.gateway.threads import MAX_PARSED_BYTES, MAX_RENDERED_CHARS
 from verl_server.router.process.static_replicas import PROBE_INTERVAL_S
-from verl_server.server.open_files import WANTED_OPEN_FILES
+from verl_server.server.process import WANTED_OPEN_FILES
 from verl_server.tiny import CHAT_TEMPLATE
 from verl_server.trajectory import ChatRenderer, load_session
 

@@ -15,11 +15,18 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import GatewayError
-from verl_server.gateway.sessions.raw_prompts import unsplit_turn
-from verl_server.gateway.turn_text.token_decoder import TokenDecoder, bytes_of_tokens, decodes_in_parts
-from verl_server.gateway.turn_text.turn_parsing import TurnParts, decode_turn, split_turn
-from verl_server.gateway.turn_text.turn_progress import TurnDeltas, TurnProgress
-from verl_server.gateway.turn_text.turn_splitter import TurnSplitter
+from verl_server.gateway.sessions.session import unsplit_turn
+from verl_server.gateway.turn_text.splitting import (
+    TokenDecoder,
+    TurnDeltas,
+    TurnParts,
+    TurnProgress,
+    TurnSplitter,
+    bytes_of_tokens,
+    decode_turn,
+    decodes_in_parts,
+    split_turn,
+)
 from verl_server.trajectory import ChatRenderer, FamilyRenderer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

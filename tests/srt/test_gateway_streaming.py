@@ -26,7 +26,7 @@ from test_gateway_responses import EVENT
 from transformers import AutoTokenizer
 
 from verl_server import RouterClient, VerlEngine
-from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.adapter.blocking import EventLoopThread
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.router.dispatcher import Dispatcher

@@ -22,9 +22,9 @@ from transformers import AutoTokenizer
 
 from verl_server import BadInputError, HttpServerEngineAdapter, RemoteServer, VerlEngine
 from verl_server.agent import RolloutLimits
-from verl_server.agent.engine_access import EngineAccess
+from verl_server.agent.engines import EngineAccess
 from verl_server.gateway import DiscoveredServers, Gateway
-from verl_server.gateway.engines.server_tokenizers import ServerTokenizers
+from verl_server.gateway.engines import ServerTokenizers
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ChatRenderer
 
@@ -89,9 +89,9 @@ def released(monkeypatch: pytest.MonkeyPatch, other_path: str) -> Iterator[threa
         return load(path, **options)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", hang)
-    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_INTERVAL_S", 0.1)
-    monkeypatch.setattr("verl_server.gateway.engines.discovered_servers.FIND_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("verl_server.gateway.engines.server_tokenizers.LOAD_TIMEOUT_S", 0.1, raising=False)
+    monkeypatch.setattr("verl_server.gateway.engines.FIND_INTERVAL_S", 0.1)
+    monkeypatch.setattr("verl_server.gateway.engines.FIND_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("verl_server.gateway.engines.LOAD_TIMEOUT_S", 0.1, raising=False)
     yield go
     go.set()
 
@@ -238,7 +238,7 @@ def test_a_tokenizer_that_loads_late_is_not_that_of_a_server_that_was_started_ag
         await tokenizers.read_first()
         with pytest.raises(TimeoutError, match=r"has not loaded in 0\.2 s"):
             await tokenizers.require_same("r1", info, 1.0)
-        monkeypatch.setattr("verl_server.gateway.engines.server_tokenizers.LOAD_TIMEOUT_S", 60.0)
+        monkeypatch.setattr("verl_server.gateway.engines.LOAD_TIMEOUT_S", 60.0)
         make_tokenizer(tmp_path / "other", texts=TEXTS, vocab_size=400)
         may_end.set()
         assert await asyncio.to_thread(has_ended.wait, 60)
@@ -246,7 +246,7 @@ def test_a_tokenizer_that_loads_late_is_not_that_of_a_server_that_was_started_ag
             await tokenizers.require_same("r1", info, 2.0)
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", load_slowly)
-    monkeypatch.setattr("verl_server.gateway.engines.server_tokenizers.LOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("verl_server.gateway.engines.LOAD_TIMEOUT_S", 0.2)
     asyncio.run(compare())
 
 

@@ -27,7 +27,7 @@ from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.turn_text.grammar import turn_params
-from verl_server.gateway.turn_text.turn_parsing import split_turn
+from verl_server.gateway.turn_text.splitting import split_turn
 from verl_server.tiny import CHAT_TEMPLATE
 from verl_server.trajectory import ChatRenderer, FamilyRenderer
 

@@ -18,7 +18,7 @@ from test_gateway import ADD, SHORT, ask, gateway, generate, graph_of, openai_cl
 
 from verl_server.gateway import Gateway
 from verl_server.gateway.errors import GatewayError
-from verl_server.gateway.http.ui.pages import SessionPages
+from verl_server.gateway.http.ui import SessionPages
 from verl_server.trajectory.recorder import Recorder
 
 __all__ = ["gateway", "generate"]
@@ -121,17 +121,17 @@ def test_a_page_is_rendered_once_and_not_for_a_client_that_has_left(
         assert len(renders) == num_calls
         assert await pages.get(other, stays) is not None
         assert await pages.get(file, leaves) == found[0], "both pages are kept"
-        monkeypatch.setattr("verl_server.gateway.http.ui.pages.MAX_CACHED_BYTES", 1)
+        monkeypatch.setattr("verl_server.gateway.http.ui.MAX_CACHED_BYTES", 1)
         pages = SessionPages(decode)
         assert await pages.get(file, stays) == await pages.get(file, leaves), "the latest page is kept"
         assert await pages.get(other, stays) is not None
         assert await pages.get(file, leaves) is None
-        monkeypatch.setattr("verl_server.gateway.http.ui.pages.MAX_TOKENS", 2)
+        monkeypatch.setattr("verl_server.gateway.http.ui.MAX_TOKENS", 2)
         with pytest.raises(GatewayError, match="more than 2 tokens; `verl-server trajectory show --html`"):
             await SessionPages(decode).get(file, stays)
         with file.open("ab") as record:
             record.truncate((1 << 20) + 1)
-        monkeypatch.setattr("verl_server.gateway.http.ui.pages.MAX_RECORD_BYTES", 1 << 20)
+        monkeypatch.setattr("verl_server.gateway.http.ui.MAX_RECORD_BYTES", 1 << 20)
         with pytest.raises(GatewayError, match="more than 1 MiB; `verl-server trajectory show --html`"):
             await SessionPages(decode).get(file, stays)
 

@@ -22,16 +22,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_server.agent import Episode, RolloutLimits, Task
-from verl_server.gateway import ConversationKind, Gateway, label_conversations
+from verl_server.gateway import ConversationKind, Gateway, label_conversations, programs
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.dialects.chat import ChatDialect
 from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.errors import GatewayError
-from verl_server.gateway.programs import sample_gateway
-from verl_server.gateway.sessions import key_memo
+from verl_server.gateway.sessions import session
 from verl_server.gateway.sessions.history import conversation_keys, tools_digest
-from verl_server.gateway.sessions.key_memo import MAX_CONVERSATIONS, KeyMemo
-from verl_server.gateway.worker_threads import MAX_RENDERED_CHARS, is_short_prompt, run_aside
+from verl_server.gateway.sessions.session import MAX_CONVERSATIONS, KeyMemo
+from verl_server.gateway.threads import MAX_RENDERED_CHARS, is_short_prompt, run_aside
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 from verl_server.trajectory.conversations import recorded_kinds
@@ -183,7 +182,7 @@ def test_each_message_of_a_growing_conversation_is_hashed_once(monkeypatch: pyte
         hashed.append(len(messages))
         return conversation_keys(digest, messages, *others)
 
-    monkeypatch.setattr(key_memo, "conversation_keys", count)
+    monkeypatch.setattr(session, "conversation_keys", count)
     memo = KeyMemo()
     for turn in range(1, 20):
         for agent in range(MAX_CONVERSATIONS):
@@ -218,14 +217,14 @@ def test_the_conversations_of_a_program_are_labelled_in_a_worker_thread(
         threads.append(threading.get_ident())
         return label_conversations(graph)
 
-    monkeypatch.setattr(sample_gateway, "label_conversations", label)
+    monkeypatch.setattr(programs, "label_conversations", label)
     tokenizer, graph = make_tokenizer(tmp_path), TrajectoryGraph("s")
 
     async def run() -> int:
         generate = ScriptedGenerateFn(tokenizer, lambda _: "yes")
         task = Task("t", [{"role": "user", "content": "a"}])
         episode = Episode(task, graph, generate, ChatRenderer(tokenizer), LIMITS, {})
-        async with sample_gateway.serve_episode(episode, socket.create_server(("127.0.0.1", 0))) as served:
+        async with programs.serve_episode(episode, socket.create_server(("127.0.0.1", 0))) as served:
             body = {"model": "m", "messages": task.messages, "max_tokens": 5}
             async with httpx.AsyncClient(headers={"Authorization": f"Bearer {served.key}"}) as client:
                 reply = await client.post(f"{served.url}/v1/chat/completions", json=body)
@@ -240,7 +239,7 @@ def test_the_conversations_of_a_program_are_labelled_in_a_worker_thread(
 
 def test_the_number_of_worker_threads_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """More work waits."""
-    monkeypatch.setattr("verl_server.gateway.worker_threads.MAX_WORKERS", 2)
+    monkeypatch.setattr("verl_server.gateway.threads.MAX_WORKERS", 2)
     lock, enough, running = threading.Lock(), threading.Event(), [0, 0]
 
     def work() -> None:
@@ -264,7 +263,7 @@ MANY = """
 import os
 os.cpu_count = lambda: 64
 import asyncio, threading
-from verl_server.gateway.worker_threads import run_aside
+from verl_server.gateway.threads import run_aside
 begun, go = threading.Semaphore(0), threading.Event()
 def work():
     begun.release()
@@ -305,7 +304,7 @@ def test_work_that_hangs_holds_up_neither_its_event_loop_nor_its_process() -> No
 DECODE = """
 import asyncio, contextlib, sys, threading
 from transformers import AutoTokenizer
-from verl_server.gateway.worker_threads import run_aside
+from verl_server.gateway.threads import run_aside
 tokenizer, runs = AutoTokenizer.from_pretrained(sys.argv[1]), threading.Event()
 def decode():
     for _ in range(50_000):

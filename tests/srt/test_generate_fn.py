@@ -17,11 +17,18 @@ from helpers import QWEN, adapter_of, chat_tokenizer
 
 from verl_server import AsyncHttpServerEngineAdapter, VerlEngine
 from verl_server.adapter.sglang.replies import max_running_requests
-from verl_server.agent import Episode, RolloutLimits, RolloutRunner, SampleGroup, SingleTurnLoop, Task, ToolAgentLoop
-from verl_server.agent import generate_fn as generate_fn_module
-from verl_server.agent.engine_access import access_engine
-from verl_server.agent.generate_fn import limit_concurrency
-from verl_server.agent.loop_slots import LoopSlots
+from verl_server.agent import (
+    Episode,
+    RolloutLimits,
+    RolloutRunner,
+    SampleGroup,
+    SingleTurnLoop,
+    Task,
+    ToolAgentLoop,
+    engines,
+)
+from verl_server.agent.engines import access_engine, limit_concurrency
+from verl_server.agent.limits import LoopSlots
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph
 
 USER_MESSAGE = {"role": "user", "content": "x"}
@@ -64,8 +71,8 @@ def test_a_turn_that_is_aborted_many_times_is_a_whole_turn(
     renderer: ChatRenderer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the last reply is recorded. Thirty pauses of the real length would last 25 seconds."""
-    monkeypatch.setattr(generate_fn_module, "FIRST_RETRY_DELAY_S", 0.0005)
-    monkeypatch.setattr(generate_fn_module, "MAX_RETRY_DELAY_S", 0.001)
+    monkeypatch.setattr(engines, "FIRST_RETRY_DELAY_S", 0.0005)
+    monkeypatch.setattr(engines, "MAX_RETRY_DELAY_S", 0.001)
     generate = AbortingGenerateFn(tokenizer, num_aborts=30)
     episode = make_episode(generate, renderer)
     assert asyncio.run(SingleTurnLoop().run_episode(episode)) == "done"
@@ -79,9 +86,9 @@ def test_a_turn_that_is_aborted_many_times_is_a_whole_turn(
 def test_a_turn_that_is_aborted_for_too_long_fails_with_a_deadline_error(
     renderer: ChatRenderer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate_fn_module, "FIRST_RETRY_DELAY_S", 0.001)
-    monkeypatch.setattr(generate_fn_module, "MAX_RETRY_DELAY_S", 0.01)
-    monkeypatch.setattr(generate_fn_module, "ABORT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engines, "FIRST_RETRY_DELAY_S", 0.001)
+    monkeypatch.setattr(engines, "MAX_RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(engines, "ABORT_TIMEOUT_S", 0.1)
     generate = AbortingGenerateFn(tokenizer, num_aborts=float("inf"))
     episode = make_episode(generate, renderer)
     stop_reason = asyncio.run(asyncio.wait_for(SingleTurnLoop().run_episode(episode), 30.0))

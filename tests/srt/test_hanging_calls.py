@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from verl_server.gateway.hanging_calls import CallThatMayHang
+from verl_server.gateway.threads import CallThatMayHang
 
 
 async def wait_until_done(call: CallThatMayHang) -> None:

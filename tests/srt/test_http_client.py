@@ -25,14 +25,12 @@ from helpers import free_port
 from stub_servers import serving
 
 from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, RemoteServer, Timeouts
-from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.adapter.blocking import EventLoopThread
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, ServerError, UnsupportedError
 from verl_server.router.client import RouterClient
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import StaticReplicas
-from verl_server.server.cpu_time import SchedulerCpu
-from verl_server.server.exit_status import ExitNotifier, ExitStatus
-from verl_server.server.supervisor import ServerPids
+from verl_server.server.process import ExitNotifier, ExitStatus, SchedulerCpu, ServerPids
 from verl_server.types import Json
 
 

@@ -180,10 +180,9 @@ def _compare_options(rank: int, world: int, lines: list[str]) -> tuple[list[str]
 
     from sglang.srt.server_args import ServerArgs
 
-    from verl_server.cli.arguments import KEY_ARGUMENTS, RENAMED_ARGUMENTS
-    from verl_server.cli.launch_arguments import read_server_args
+    from verl_server.cli.arguments import KEY_ARGUMENTS, RENAMED_ARGUMENTS, read_server_args
     from verl_server.config import EngineKind
-    from verl_server.server.argument_check import parse_arguments
+    from verl_server.server.server_main import parse_arguments
 
     def read(line: list[str]) -> tuple[dict[str, Any], str | None]:
         return parse_arguments(json.loads(json.dumps(read_server_args(EngineKind.SGLANG, ["Org/Model", *line]))))
@@ -248,8 +247,7 @@ def _divide(rank: int, world: int, batches: list[dict[str, Any]]) -> list[str]:
     from pydantic import TypeAdapter
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    from verl_server.adapter.sglang.batch import split_batch
-    from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
+    from verl_server.adapter.sglang.requests import PromptLimits, generate_payload, split_batch
 
     parse = TypeAdapter(GenerateReqInput).validate_python  # as SGLang's HTTP server does
 
@@ -286,10 +284,10 @@ def _updates_without_namespace(rank: int, world: int) -> set[str]:
     """Methods of SGLang's scheduler that change weights, and have no hook."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-    from verl_server.platforms import weight_caches
+    from verl_server.platforms import scheduler_hooks
 
-    hooks = weight_caches.hooks().items()
-    hooked = {path.rpartition(".")[2] for path, hook in hooks if hook is weight_caches.forget_weights}
+    hooks = scheduler_hooks.hooks().items()
+    hooked = {path.rpartition(".")[2] for path, hook in hooks if hook is scheduler_hooks.forget_weights}
     changes = ("update_weights_from_", "end_weight_update")
     return {name for name in dir(SchedulerWeightUpdaterManager) if name.startswith(changes)} - hooked
 
@@ -306,7 +304,7 @@ def _gaps_of_kept_embeddings(rank: int, world: int) -> dict[str, float]:
     from sglang.srt.models.paddleocr_vl import SiglipVisionEmbeddings
     from transformers import SiglipVisionConfig
 
-    from verl_server.platforms import weight_caches
+    from verl_server.platforms import scheduler_hooks
 
     grid = torch.tensor([[2, 3]])
     paddle = SiglipVisionEmbeddings(SiglipVisionConfig(hidden_size=8, image_size=56, patch_size=14))
@@ -316,11 +314,11 @@ def _gaps_of_kept_embeddings(rank: int, world: int) -> dict[str, float]:
         "paddleocr_vl": lambda: paddle(pixels[None, :6], [(1, 2, 3)]),
     }
     with torch.no_grad():
-        weight_caches.watch_modules(torch.nn.ModuleList([kimi, paddle]))
+        scheduler_hooks.watch_modules(torch.nn.ModuleList([kimi, paddle]))
         before = {name: call() for name, call in calls.items()}
         for parameter in (*kimi.parameters(), *paddle.parameters()):
             parameter.mul_(3.0)
-        weight_caches.forget_weights()
+        scheduler_hooks.forget_weights()
         after = {name: call() for name, call in calls.items()}
         for number in range(30):  # more sizes than the second one keeps
             paddle(pixels[None, : 6 + number], [(1, 1, 6 + number)])

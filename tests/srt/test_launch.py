@@ -13,7 +13,7 @@ import psutil
 import pytest
 from helpers import no_new_shared_memory, tree_of
 
-from verl_server.adapter.sglang.launch import launch_sglang_server
+from verl_server.adapter.sglang.server_arguments import launch_sglang_server
 from verl_server.config import AdapterConfig, Timeouts
 from verl_server.server.environment import server_environment
 from verl_server.server.server_main import set_environment

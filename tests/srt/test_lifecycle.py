@@ -43,9 +43,8 @@ from verl_server.errors import (
     StartupError,
     VerlServerError,
 )
-from verl_server.server.warden.process_tree import list_descendants
-from verl_server.server.warden.shared_memory_files import find_shared_memory
-from verl_server.server.warden_process import WARDEN_SCRIPT
+from verl_server.server.process import WARDEN_SCRIPT
+from verl_server.server.warden.processes import find_shared_memory, list_descendants
 
 
 class Trainer:

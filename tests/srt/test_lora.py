@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
 from verl_server.errors import BadInputError, PeerError, VerlServerError, WeightManifestError
-from verl_server.rollout.health import ReplicaState
+from verl_server.rollout.fleet import ReplicaState
 
 RANK = 4
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]

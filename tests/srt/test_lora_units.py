@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 from verl_server.adapter import AsyncHttpServerEngineAdapter, HttpServerEngineAdapter
-from verl_server.adapter.lora_config import lora_paths_by_name, plain_lora_config
+from verl_server.adapter.model_files import lora_paths_by_name, plain_lora_config
 from verl_server.adapter.sglang.server_arguments import validate_server_args
-from verl_server.engine.lora import LoraAdapters
 from verl_server.engine.servers import HttpServers
+from verl_server.engine.verl_engine import LoraAdapters
 from verl_server.errors import BadInputError, ServerError, WeightManifestError
-from verl_server.rollout.loras import FleetLoras
+from verl_server.rollout.updates import FleetLoras
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.lora import check_lora_adapter
 from verl_server.weights.manifest import Manifest

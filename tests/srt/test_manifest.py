@@ -17,13 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.platforms.parameter_dtypes import served_dtypes
-from verl_server.router.rl_wire.folders import read_served_manifest
+from verl_server.router.rl_wire.calls import read_served_manifest
 from verl_server.types import TensorSpec
-from verl_server.weights.checkpoint_names import CheckpointNames
-from verl_server.weights.manifest import Manifest
-from verl_server.weights.read_manifest import read_manifest
-from verl_server.weights.update.shard_writer import ShardWriter
-from verl_server.weights.update.tensor_source import TensorSource
+from verl_server.weights.manifest import CheckpointNames, Manifest, read_manifest
+from verl_server.weights.update.source import ShardWriter, TensorSource
 
 
 @pytest.mark.parametrize("family", FAMILIES)

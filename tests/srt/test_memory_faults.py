@@ -15,9 +15,8 @@ from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, HttpServerE
 from verl_server.config import RolloutMode
 from verl_server.engine.servers import HttpServers
 from verl_server.errors import BadInputError, ServerBusyError, ServerError
-from verl_server.rollout.fleet import Fleet
-from verl_server.rollout.memory import FleetMemory
-from verl_server.rollout.replica import Replica
+from verl_server.rollout.fleet import Fleet, Replica
+from verl_server.rollout.updates import FleetMemory
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus
 from verl_server.router.targets import RoutingTargets
 

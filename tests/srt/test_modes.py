@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import AdapterConfig, RolloutManager, VerlEngine
 from verl_server.errors import BadInputError, NotReadyError
-from verl_server.rollout.health import ReplicaState
+from verl_server.rollout.fleet import ReplicaState
 
 pytestmark = pytest.mark.timeout(900)
 

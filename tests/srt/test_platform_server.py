@@ -24,7 +24,7 @@ import requests
 import torch
 from helpers import all_at_once
 
-from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
+from verl_server.server.warden.processes import find_shared_memory, remove_shared_memory
 from verl_server.tiny import make_model
 
 pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")

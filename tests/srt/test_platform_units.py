@@ -14,9 +14,9 @@ import pytest
 import torch
 import uvicorn
 
-from verl_server.platforms import PLATFORM_CLASS, activate, memory, seeds, threads
-from verl_server.platforms.kv_cache_size import pool_tokens
-from verl_server.platforms.request_gate import EndsWithClient
+from verl_server.platforms import PLATFORM_CLASS, activate, memory, scheduler_hooks, seeds
+from verl_server.platforms.limits import pool_tokens
+from verl_server.platforms.scheduler_hooks import EndsWithClient
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")
 
@@ -52,11 +52,11 @@ def test_importing_the_plugin_imports_neither_torch_nor_sglang() -> None:
     ],
 )
 def test_cores_are_split_between_ranks(ranks: int, cores: list[int], expected: str) -> None:
-    assert threads.split_cores(ranks, cores) == expected
+    assert scheduler_hooks.split_cores(ranks, cores) == expected
 
 
 def test_core_lists_are_parsed_as_sglang_writes_them() -> None:
-    assert threads.parse_cores("0,1,4-6") == {0, 1, 4, 5, 6}
+    assert scheduler_hooks.parse_cores("0,1,4-6") == {0, 1, 4, 5, 6}
 
 
 def test_kv_budget_is_bounded_by_length_memory_and_from_below() -> None:
@@ -129,7 +129,7 @@ def test_seeded_draws_follow_the_distribution() -> None:
 def test_only_a_new_program_with_one_thread_forks_workers() -> None:
     script = (
         "import os, sys, threading\n"
-        "from verl_server.platforms.workers import can_fork\n"
+        "from verl_server.platforms.scheduler_hooks import can_fork\n"
         "fresh = can_fork()\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "print(fresh, can_fork(), flush=True)\n"

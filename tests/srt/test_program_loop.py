@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from verl_server import ServerDiedError, UnsupportedError, VerlEngine
 from verl_server.agent import Episode, LocalSandbox, RolloutLimits, RolloutRunner, Sample, Sandbox, Task, reward
 from verl_server.gateway import ConversationKind, ProgramAgentLoop, label_conversations
-from verl_server.gateway.programs.sample_gateway import serve_episode
+from verl_server.gateway.programs import serve_episode
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 
 PYTHON = os.path.realpath(sys.executable)

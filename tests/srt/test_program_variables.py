@@ -10,7 +10,7 @@ import pytest
 from test_program_loop import engine, program, renderer, run
 
 from verl_server.agent import RolloutLimits, Sample
-from verl_server.gateway.programs.program_loop import MAX_PROGRAM_S
+from verl_server.gateway.programs import MAX_PROGRAM_S
 
 __all__ = ["engine", "renderer", "run"]
 PAGE = (Path(__file__).parents[2] / "docs" / "train-claude-code.md").read_text()
@@ -42,7 +42,7 @@ def test_a_program_without_a_limit_of_its_time_has_an_hour(
     run: Callable[..., list[Sample]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (MAX_PROGRAM_S, "`timeout_s` (without it, one hour)" in PAGE) == (3600.0, True)
-    monkeypatch.setattr("verl_server.gateway.programs.program_loop.MAX_PROGRAM_S", 3.0)
+    monkeypatch.setattr("verl_server.gateway.programs.MAX_PROGRAM_S", 3.0)
     limits = RolloutLimits(max_context_tokens=1500)
     (sample,) = run(program("ask(user('a')); import time; time.sleep(1000)"), limits=limits)
     assert (sample.stop_reason, sample.error) == ("timeout_s", None)

@@ -21,18 +21,17 @@ import pytest
 from helpers import wait_until
 
 from verl_server import errors
-from verl_server.engine.generation import RankGeneration
+from verl_server.engine.verl_engine import RankGeneration
 from verl_server.ranks.channel import (
     Channel,
+    connect_ranks,
     connect_to_rank_0,
     receive_frame,
     send_frame,
     wait_until_all_sent,
 )
 from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.ranks.peer_errors import to_peer_wire
-from verl_server.ranks.pending_calls import PendingCalls
-from verl_server.ranks.rendezvous import connect_ranks
+from verl_server.ranks.pending_calls import PendingCalls, to_peer_wire
 
 
 def connected_despite(strangers: Callable[[tuple[str, int], bytes], Any], timeout_s: float = 5.0) -> float:

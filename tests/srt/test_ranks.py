@@ -36,22 +36,19 @@ from model_servers import ModelServers, push, staged_updater
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_server import HttpServerEngineAdapter, PauseMode, RemoteServer, Timeouts, VerlEngine, WeightsConfig
-from verl_server.engine.start_backend import broadcast_function, connect_coordinator
+from verl_server.engine.start import broadcast_function, connect_coordinator
 from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
 from verl_server.ranks import shared_meshes
 from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.ranks.machine import reachable_address
-from verl_server.ranks.placement import compute_placement
+from verl_server.ranks.placement import compute_placement, reachable_address
 from verl_server.types import TensorSpec
-from verl_server.weights.arena import Arena
-from verl_server.weights.checksum import XXH3
-from verl_server.weights.layout import plan_arena
-from verl_server.weights.manifest import Manifest
-from verl_server.weights.read_manifest import read_manifest
-from verl_server.weights.update.request import UpdateOptions
-from verl_server.weights.update.shard_writer import ShardWriter
+from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.manifest import Manifest, read_manifest
+from verl_server.weights.update.options import UpdateOptions
+from verl_server.weights.update.source import ShardWriter
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks
+from verl_server.weights.verification import XXH3
 
 
 def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]]:

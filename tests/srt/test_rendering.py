@@ -21,9 +21,9 @@ from verl_server.agent import ToolRegistry
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer, FamilyRenderer, get_renderer
-from verl_server.trajectory.rendering import prompt_cache
+from verl_server.trajectory.rendering import chat_renderer
 from verl_server.trajectory.rendering.families import PROBE_PROMPTS, PROBE_TOOL
-from verl_server.trajectory.rendering.truncation import TRUNCATION_MARK, truncate_text
+from verl_server.trajectory.rendering.tokenizer import TRUNCATION_MARK, truncate_text
 
 NUMBERED_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ loop.index }} {{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -135,9 +135,9 @@ def test_the_first_prompt_of_a_group_is_rendered_once(tokenizer: Any, monkeypatc
     assert renderer.render_prompt(messages) == first, "callers have copies"
     assert renderer.render_prompt([{"role": "user", "content": "v"}]) != first
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + prompt_cache.LIFETIME_S)
+    monkeypatch.setattr(time, "monotonic", lambda: now + chat_renderer.LIFETIME_S)
     assert renderer.render_prompt(messages) == changed
-    for number in range(2 * prompt_cache.MAX_PROMPTS):
+    for number in range(2 * chat_renderer.MAX_PROMPTS):
         renderer.render_prompt([{"role": "user", "content": str(number)}])
     tokenizer.chat_template = QWEN
     assert renderer.render_prompt(messages) == first, "old prompts are forgotten"

@@ -16,13 +16,12 @@ import pytest
 from rl_wire_fakes import KEY, REQUEST, STATIC, FakeServer, fake_router
 from test_rl_wire_missed import write_lora
 
-from verl_server.adapter.sglang.endpoints import Endpoint
-from verl_server.adapter.sglang.replies import key_error
+from verl_server.adapter.sglang.replies import Endpoint, key_error
 from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
-from verl_server.cli.common_options import log_also_info_of
+from verl_server.cli.common import log_also_info_of
 from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.http.forwarding import Forwarder
+from verl_server.router.http import Forwarder
 from verl_server.router.rl_wire import admin
 from verl_server.router.rl_wire.models import ServedModel, ServedModels
 

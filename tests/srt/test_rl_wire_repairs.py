@@ -23,8 +23,9 @@ from verl_server.errors import BadInputError, DeadlineError, NotReadyError, Serv
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process import router_main
 from verl_server.router.process.static_replicas import StaticReplicas
-from verl_server.router.rl_wire import folders, models
-from verl_server.router.rl_wire.lora_control import INCOMPLETE_UNLOAD
+from verl_server.router.rl_wire import calls as folders
+from verl_server.router.rl_wire import models
+from verl_server.router.rl_wire.lora import INCOMPLETE_UNLOAD
 from verl_server.router.rl_wire.models import ServedModels
 
 Tiny = Callable[..., Path]

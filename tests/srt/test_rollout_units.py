@@ -9,11 +9,8 @@ import pytest
 
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode
 from verl_server.errors import BadInputError, ShutDownError
-from verl_server.rollout.fleet import Fleet
-from verl_server.rollout.health import Observation, ReplicaState, classify_health, restart_delay_s
-from verl_server.rollout.modes import parse_mode, server_args_for_mode
-from verl_server.rollout.parallel_config import parse_parallel_config, require_devices
-from verl_server.rollout.replica import Replica
+from verl_server.rollout.fleet import Fleet, Observation, Replica, ReplicaState, classify_health, restart_delay_s
+from verl_server.rollout.modes import parse_mode, parse_parallel_config, require_devices, server_args_for_mode
 from verl_server.rollout.updates import FleetUpdates
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus
 from verl_server.router.targets import RoutingTarget, RoutingTargets

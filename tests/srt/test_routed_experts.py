@@ -30,7 +30,7 @@ from verl_server.agent import (
     ToolAgentLoop,
     as_generate_fn,
 )
-from verl_server.agent.groups.step import RolloutStep
+from verl_server.agent.steps.stream import RolloutStep
 from verl_server.trajectory import (
     ChatRenderer,
     ExpertLayout,
@@ -42,7 +42,7 @@ from verl_server.trajectory import (
     to_packed,
     to_tree,
 )
-from verl_server.trajectory.batches.routed_experts import pack_experts
+from verl_server.trajectory.routed_experts import pack_experts
 
 NUM_LAYERS, NUM_CHOSEN = 3, 2
 LAYOUT = ExpertLayout(NUM_LAYERS, NUM_CHOSEN)

@@ -28,7 +28,7 @@ from verl_server import AsyncHttpServerEngineAdapter, RouterClient, RouterConfig
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
 from verl_server.errors import ServerDiedError, ServerError
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.http_server import RouterHttpServer
+from verl_server.router.http import RouterHttpServer
 from verl_server.router.process.static_replicas import StaticReplicas
 from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.replica_status import ReplicaStatus

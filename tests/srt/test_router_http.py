@@ -31,7 +31,7 @@ from verl_server import HttpServerEngineAdapter, RouterClient, RouterConfig
 from verl_server.engine.servers import HttpServers
 from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.http.connections import RouterServer
+from verl_server.router.http import RouterServer
 from verl_server.types import ServerInfo
 
 KEY, ADMIN_KEY = "callers-key", "admin-key-of-the-replicas"
@@ -420,5 +420,5 @@ def test_a_head_that_does_not_arrive_closes_its_connection() -> None:
             return received
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_server.router.http.connections.HEAD_TIMEOUT_S", 0.3)
+        patch.setattr("verl_server.router.http.HEAD_TIMEOUT_S", 0.3)
         assert asyncio.run(run()) == b""

@@ -27,25 +27,23 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-from verl_server.adapter.sglang.finish_reasons import DEFAULT_MAX_NEW_TOKENS
-from verl_server.adapter.sglang.replies import IncrementalStream, prompt_limits
+from verl_server.adapter.sglang.replies import DEFAULT_MAX_NEW_TOKENS, IncrementalStream, prompt_limits
 from verl_server.adapter.sglang.requests import generate_payload
 from verl_server.config import RouterConfig
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerDiedError, to_wire
-from verl_server.router.placement.error_history import ErrorHistory, Trust
-from verl_server.router.placement.load_index import LoadIndex
-from verl_server.router.placement.policy import (
+from verl_server.router.dispatcher import ResultCache, estimate_bytes
+from verl_server.router.placement import (
+    LoadIndex,
+    RequestQueues,
     RoutingRequest,
     VersionRequirement,
     require_queue_capacity,
     session_moves,
 )
-from verl_server.router.placement.request_queues import RequestQueues
-from verl_server.router.placement.routed_replica import RoutedReplica, Slot
-from verl_server.router.process.pipe_replicas import encode_status
+from verl_server.router.process.router_main import encode_status
 from verl_server.router.process.supervisor import RouterSupervisor
+from verl_server.router.replica import ErrorHistory, RoutedReplica, Slot, Trust
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue, merge_stats
-from verl_server.router.result_cache import ResultCache, estimate_bytes
 from verl_server.router.resumable_generation import ResumableGeneration, join_version_spans
 
 CONFIG = RouterConfig(max_running_requests_per_dp_rank=4, overload_factor=1.5)
@@ -316,7 +314,7 @@ def test_finished_results_do_not_replace_aborted_generations(monkeypatch: pytest
     assert len(cache) == 1
     cache.add("aborted 0", finished_generation(50))
     assert cache.get("aborted 0").is_finished  # type: ignore[union-attr]
-    monkeypatch.setattr("verl_server.router.result_cache.MAX_UNFINISHED_BYTES", 2 * size_bytes)
+    monkeypatch.setattr("verl_server.router.dispatcher.MAX_UNFINISHED_BYTES", 2 * size_bytes)
     cache = ResultCache(size_bytes)
     for number in range(3):
         cache.add(f"aborted {number}", aborted_generation())
@@ -823,7 +821,7 @@ def test_a_router_process_survives_a_stop_of_its_parent() -> None:
         "from verl_server.router.dispatcher import Dispatcher; Dispatcher()",
         "from verl_server import RouterClient; RouterClient('http://127.0.0.1:1', None)",
         "from verl_server import AsyncHttpServerEngineAdapter as A; A.attach('http://127.0.0.1:1')",
-        "from verl_server.adapter.event_loop_thread import EventLoopThread; EventLoopThread().close()",
+        "from verl_server.adapter.blocking import EventLoopThread; EventLoopThread().close()",
         # A later change of the limit would replace the forkserver.
         "from verl_server.server.forkserver import shared_forkserver\n"
         "shared_forkserver.prepare_forkserver({'SGLANG_PLATFORM': 'another'})",

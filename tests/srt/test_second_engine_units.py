@@ -10,11 +10,11 @@ import pytest
 from verl_server.adapter.engine import get_engine
 from verl_server.config import AdapterConfig, EngineKind
 from verl_server.errors import BadInputError, WeightManifestError
-from verl_server.server.visible_devices import VISIBLE_DEVICES
+from verl_server.server.environment import VISIBLE_DEVICES
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.transports.message import parse_message, serialize_message
-from verl_server.weights.update.whole_modules import complete_modules
+from verl_server.weights.transports.base import parse_message, serialize_message
+from verl_server.weights.update.staged import complete_modules
 
 FUSED = (
     ("k_proj.weight", "q_proj.bias", "q_proj.weight", "v_proj.weight"),

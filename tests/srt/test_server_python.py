@@ -31,17 +31,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import verl_server
 from verl_server import AdapterConfig, HttpServerEngineAdapter, RolloutManager, Timeouts, VerlEngine
-from verl_server.adapter.sglang.launch import SGLANG
+from verl_server.adapter.sglang.server_arguments import SGLANG
 from verl_server.cli.arguments import ADMIN_API_KEY, API_KEY
 from verl_server.config import SERVER_PYTHON
 from verl_server.errors import BadInputError, DeadlineError, StartupError, VerlServerError
 from verl_server.platforms import ENTRY_POINTS
-from verl_server.server.forkserver.shared_forkserver import forkserver_pid
-from verl_server.server.interpreter.package_folder import PACKAGE_PATH, make_package_folder
-from verl_server.server.interpreter.probe import MARK
-from verl_server.server.interpreter.report import interpreter_path
-from verl_server.server.interpreter.server_python import ServerPython, find_server_python
-from verl_server.server.warden.process_watch import start_time
+from verl_server.server.environment import (
+    PACKAGE_PATH,
+    ServerPython,
+    find_server_python,
+    interpreter_path,
+    make_package_folder,
+)
+from verl_server.server.forkserver.forkserver import forkserver_pid
+from verl_server.server.interpreter_probe import MARK
+from verl_server.server.warden.processes import start_time
 
 SMALL_SERVER: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 8192}
 #: Seconds within which an interpreter that cannot start a server is refused, on a busy machine.

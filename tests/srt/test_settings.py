@@ -37,32 +37,30 @@ from verl_server import (
     VerlEngine,
     WeightsConfig,
 )
+from verl_server.adapter.client import tags_to_release
 from verl_server.adapter.json_body import encode_json
-from verl_server.adapter.memory_tags import tags_to_release
-from verl_server.adapter.sglang.payloads import update_from_disk_payload
-from verl_server.adapter.sglang.request_fields import (
+from verl_server.adapter.sglang.requests import (
     REQUEST_FIELDS,
     ROUTER_FIELDS,
     SAMPLING_PARAMS,
+    PromptLimits,
+    generate_payload,
     require_known_fields,
     unlisted_fields,
+    update_from_disk_payload,
 )
-from verl_server.adapter.sglang.requests import PromptLimits, generate_payload
-from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, validate_server_args
-from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, require_divisible_model, validate_server_args
 from verl_server.config import TRANSPORTS
 from verl_server.engine.servers import connect_servers
-from verl_server.engine.start_backend import BackendSource
+from verl_server.engine.start import BackendSource
 from verl_server.ranks.placement import compute_placement
-from verl_server.rollout.health import restart_delay_s
-from verl_server.rollout.modes import parse_mode
-from verl_server.rollout.parallel_config import ParallelConfig
+from verl_server.rollout.fleet import restart_delay_s
+from verl_server.rollout.modes import ParallelConfig, parse_mode
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.trajectory.recorder import Recorder, list_sessions, load_session, session_file
-from verl_server.type_checks import check_arguments
-from verl_server.validation import make_writable_folder
+from verl_server.validation import check_arguments, make_writable_folder
 from verl_server.weights import transports
-from verl_server.weights.update.request import UpdateOptions, validate_options
+from verl_server.weights.update.options import UpdateOptions, validate_options
 
 ADAPTER = AsyncHttpServerEngineAdapter
 WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [

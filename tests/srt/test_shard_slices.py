@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from verl_server.weights.gather import local_slices, split_order
+from verl_server.weights.update.source import local_slices, split_order
 
 
 def placements_of_every_kind() -> list[tuple[tuple[int, ...], list[Any]]]:

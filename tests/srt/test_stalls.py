@@ -18,14 +18,12 @@ from aiohttp import web
 from helpers import wait_until
 
 from verl_server.config import RecoveryConfig
-from verl_server.rollout.health import ReplicaState, classify_health, look_interval_s
-from verl_server.rollout.replica import Replica
-from verl_server.rollout.signs_of_life import SignsOfLife
+from verl_server.rollout.fleet import Replica, ReplicaState, SignsOfLife, classify_health, look_interval_s
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.http_server import RouterHttpServer
-from verl_server.server.cpu_time import SchedulerCpu, SchedulerCpuReader
-from verl_server.server.warden import process_tree
-from verl_server.server.warden.process_tree import list_descendants, read_tree
+from verl_server.router.http import RouterHttpServer
+from verl_server.server.process import SchedulerCpu, SchedulerCpuReader
+from verl_server.server.warden import processes
+from verl_server.server.warden.processes import list_descendants, read_tree
 
 RECOVERY = RecoveryConfig(stall_timeout_s=0.8, hard_stall_timeout_s=100.0)
 
@@ -166,7 +164,7 @@ def test_cpu_time_of_schedulers_and_of_their_programs(monkeypatch: pytest.Monkey
         reader = SchedulerCpuReader(server.pid)
         first = reader.read()
         assert first.own_s >= 0.0
-        monkeypatch.setattr(process_tree, "list_descendants", None)  # it reads all of `/proc`
+        monkeypatch.setattr(processes, "list_descendants", None)  # it reads all of `/proc`
         assert reader.read().helpers_s == 0.0
         os.kill(scheduler, signal.SIGUSR1)
         wait_until(lambda: reader.read().helpers_s > 0.1, 20.0, "the program of the scheduler is not found")

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_server.agent.groups.step_journal import FILE_NAME, StepJournal, StepLog
-from verl_server.agent.groups.step_schedule import Delivery, StepSchedule
+from verl_server.agent.steps.journal import FILE_NAME, StepJournal, StepLog
+from verl_server.agent.steps.schedule import Delivery, StepSchedule
 from verl_server.errors import BadInputError, ServerBusyError
 
 

@@ -38,10 +38,10 @@ from verl_server.agent import (
     SingleTurnLoop,
     Task,
 )
-from verl_server.agent.groups.step_journal import StepJournal
+from verl_server.agent.steps.journal import StepJournal
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory import ChatRenderer, load_session, to_batch
-from verl_server.trajectory.locked_files import close_locked, open_locked
+from verl_server.trajectory.recorder import close_locked, open_locked
 
 
 @pytest.fixture(scope="module")
@@ -742,7 +742,7 @@ def test_a_process_that_is_forked_while_a_step_is_written_does_not_keep_the_lock
     script = """
 import os, sys, threading, time
 from pathlib import Path
-from verl_server.agent.groups.step_journal import StepJournal
+from verl_server.agent.steps.journal import StepJournal
 
 writes, write = threading.Event(), os.fdatasync
 
@@ -784,7 +784,7 @@ def test_a_forked_process_without_a_free_descriptor_gives_up_the_locks(tmp_path:
     script = """
 import os, resource, sys, threading
 from pathlib import Path
-from verl_server.trajectory.locked_files import open_locked
+from verl_server.trajectory.recorder import open_locked
 
 open_locked(Path(sys.argv[1]), "busy")
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -962,7 +962,7 @@ def test_code_of_users_that_never_ends_does_not_block_the_end(
 ) -> None:
     """An agent loop, a filter and tasks that ignore each cancellation are left running, and a warning names them."""
     monkeypatch.setattr("verl_server.agent.user_code.END_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("verl_server.agent.groups.running_groups.END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("verl_server.agent.steps.groups.END_TIMEOUT_S", 0.2)
     released = asyncio.Event()  # of the only event loop of this test
 
     async def ignore_cancellation() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_server.trajectory.rendering.token_codec import MAX_SHORT_CHARS, TokenCodec
+from verl_server.trajectory.rendering.tokenizer import MAX_SHORT_CHARS, TokenCodec
 
 WORDS = ["[UNK]", "a", "sen", "##tence", ".", "don", "'", "t", ",", "b", "<eot>"]
 

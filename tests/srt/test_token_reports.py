@@ -11,7 +11,7 @@ import pytest
 from test_dispatcher import API_KEY, RecordingServer, http_router, wait_for
 
 from verl_server import RouterClient
-from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.adapter.blocking import EventLoopThread
 from verl_server.errors import BadInputError, NotReadyError, ServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.rollout_router import RolloutRouter

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from verl_server import AsyncHttpServerEngineAdapter, RouterClient, VerlEngine
 from verl_server.agent import AgentLoop, Episode, RolloutLimits, RolloutRunner, Sample, as_generate_fn
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.http_server import RouterHttpServer
+from verl_server.router.http import RouterHttpServer
 from verl_server.tracing import continue_trace, span, trace_headers
 from verl_server.trajectory import ChatRenderer
 

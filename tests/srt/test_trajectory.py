@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_server.agent import Sample, SampleGroup, Task
-from verl_server.agent.episodes.segments import find_segments
+from verl_server.agent.samples import find_segments
 from verl_server.errors import BadInputError, ServerBusyError
 from verl_server.trajectory import (
     NO_VERSION,
@@ -38,8 +38,7 @@ from verl_server.trajectory import (
     to_packed,
     to_tree,
 )
-from verl_server.trajectory.inputs import digest
-from verl_server.trajectory.recorder import FILE_SUFFIX
+from verl_server.trajectory.recorder import FILE_SUFFIX, digest
 
 NODE = st.tuples(st.booleans(), st.lists(st.integers(0, 300), max_size=5), st.integers(0, 3))
 """Whether the node is sampled, its token ids, and how many nodes before the last one its parent is."""
@@ -493,7 +492,7 @@ def test_digests_are_equal_in_every_process() -> None:
     program = (
         "import numpy as np, threading\n"
         "from pathlib import Path\n"
-        "from verl_server.trajectory.inputs import digest\n"
+        "from verl_server.trajectory.recorder import digest\n"
         "print(digest({'a': {'x', 'y', 'z'}, 1: np.arange(3), (1, 2): 1.5, 'b': object(), 'c': Path('/p'), "
         "'lock': threading.Lock(), 'text': '\\ud800', 'big': 2**80}))"
     )

@@ -23,12 +23,17 @@ from typer.testing import CliRunner
 from verl_server.cli.app import app
 from verl_server.errors import BadInputError
 from verl_server.trajectory import ForkReason, Recorder, Span, TrajectoryGraph, load_session
-from verl_server.trajectory.view.model import LOGPROB_LEVELS, NodeView, logprob_level
-from verl_server.trajectory.view.page import render_page
-from verl_server.trajectory.view.session import make_session_view
-from verl_server.trajectory.view.terminal import print_session
-from verl_server.trajectory.view.texts import as_text, text_parts, visible
-from verl_server.trajectory.view.token_texts import TokenTexts
+from verl_server.trajectory.view.model import (
+    LOGPROB_LEVELS,
+    NodeView,
+    TokenTexts,
+    as_text,
+    logprob_level,
+    make_session_view,
+    text_parts,
+    visible,
+)
+from verl_server.trajectory.view.output import print_session, render_page
 
 COMMAND = [sys.executable, "-m", "verl_server.cli", "trajectory", "show"]
 ATTACK = "<script>alert(1)</script>"

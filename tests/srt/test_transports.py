@@ -35,7 +35,7 @@ from transformers import LlamaConfig
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine, WeightsConfig
 from verl_server.config import TRANSPORTS as ALL_TRANSPORTS
 from verl_server.config import PauseMode
-from verl_server.conformance.interceptor import Interceptor
+from verl_server.conformance.reference import Interceptor
 from verl_server.errors import (
     BadInputError,
     DeadlineError,
@@ -50,17 +50,15 @@ from verl_server.ranks.channel import Channel
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo, TensorSpec
-from verl_server.weights.arena import Arena
-from verl_server.weights.broadcast.placement import wait_for_receivers
-from verl_server.weights.broadcast.store import arrival_key, connect_to_store, open_store
-from verl_server.weights.checksum import XXH3
-from verl_server.weights.layout import plan_arena
+from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.broadcast import arrival_key, connect_to_store, open_store, wait_for_receivers
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.transports import is_streamed, patches, sender_class
+from verl_server.weights.transports import delta, is_streamed, sender_class
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
-from verl_server.weights.update.request import UpdateOptions
+from verl_server.weights.update.options import UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
+from verl_server.weights.verification import XXH3
 
 TRANSPORTS = ["shared_memory", "buckets", "distributed", "distributed_buckets", "delta", "disk"]
 
@@ -556,14 +554,14 @@ def test_an_interrupt_after_a_patch_leaves_no_base_for_the_next_one(monkeypatch:
     push(updater, weights)
     weights["a"][:10] = 2.0
     with monkeypatch.context() as patch:
-        apply = patches.apply
+        apply = delta.apply
 
         def interrupted(*arguments: Any) -> None:
             if threading.current_thread() is threading.main_thread():
                 raise KeyboardInterrupt
             apply(*arguments)  # the receiver's
 
-        patch.setattr(patches, "apply", interrupted)
+        patch.setattr(delta, "apply", interrupted)
         with pytest.raises(KeyboardInterrupt):
             push(updater, weights, verify=False)
     weights["a"][:10] = 1.0
@@ -716,7 +714,7 @@ def test_a_folder_that_the_server_does_not_see_is_named(
 TRAINER_STORE = """
 import time
 import uuid
-from verl_server.weights.broadcast.store import open_store
+from verl_server.weights.broadcast import open_store
 store = open_store("10.77.0.1", 30.0)
 store.set("set", "value")
 print(store.port, flush=True)
@@ -724,7 +722,7 @@ time.sleep(60.0)
 """
 RECEIVER = """
 import sys, time
-from verl_server.weights.broadcast.store import connect_to_store
+from verl_server.weights.broadcast import connect_to_store
 store = connect_to_store("10.77.0.1", int(sys.argv[1]))
 print(store.check(["set"]), store.get("set").decode(), flush=True)
 sys.stdin.readline()

@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from verl_server import BadInputError, UnsupportedError
-from verl_server.integrations.trl.policy_versions import PolicyVersions
-from verl_server.integrations.trl.policy_weights import require_mergeable
-from verl_server.integrations.trl.reward_columns import RewardFunctions, score_group
+from verl_server.integrations.trl.groups import RewardFunctions, score_group
+from verl_server.integrations.trl.servers import TRL_VERSION, require_trl
 from verl_server.integrations.trl.tree_attention import torch_tree_attention
-from verl_server.integrations.trl.version import TRL_VERSION, require_trl
+from verl_server.integrations.trl.weights import PolicyVersions, require_mergeable
 
 ROOT = Path(__file__).parents[2]
 TRL_VENV = ROOT / ".venv-trl"

@@ -33,20 +33,18 @@ from verl_server.integrations.trl import (
     FleetRolloutWorker,
     FleetWeightTransfer,
     RolloutServers,
-    group_maker,
-    rollout_func,
-    rollout_worker,
+    groups,
+    rollout,
     servers,
     start_servers,
-    weight_transfer,
+    weights,
 )
-from verl_server.integrations.trl.completions import parse_completion
-from verl_server.integrations.trl.mesh import require_one_gpu
-from verl_server.integrations.trl.policy_weights import named_weights
-from verl_server.integrations.trl.reward_columns import RewardFunctions
-from verl_server.integrations.trl.sampling import fit_into_context
+from verl_server.integrations.trl.generation import fit_into_context, parse_completion
+from verl_server.integrations.trl.groups import RewardFunctions
+from verl_server.integrations.trl.servers import require_one_gpu
+from verl_server.integrations.trl.weights import named_weights
 from verl_server.types import TensorSpec
-from verl_server.weights.read_manifest import read_manifest
+from verl_server.weights.manifest import read_manifest
 
 MAX_TOKENS = 10
 
@@ -58,7 +56,7 @@ def _reward_of_nothing() -> list[float]:
 @pytest.fixture(autouse=True)
 def trl_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The version check passes, and TRL's class of a sample takes any fields."""
-    for module in (rollout_func, rollout_worker, servers, weight_transfer):
+    for module in (rollout, rollout, servers, weights):
         monkeypatch.setattr(module, "require_trl", lambda: None)
     module = ModuleType("async_rollout_worker")
     module.RolloutSample = SimpleNamespace  # type: ignore[attr-defined]
@@ -371,7 +369,7 @@ def test_training_goes_on_after_servers_that_were_not_ready() -> None:
     with running(_worker(router)) as worker:
         worker.rollout_buffer.get(timeout=30.0)
         worker.check_health(30.0)
-    assert min(router.timeouts_s) < 60.0 - group_maker.REPEAT_S / 2 < max(router.timeouts_s) <= 60.0
+    assert min(router.timeouts_s) < 60.0 - groups.REPEAT_S / 2 < max(router.timeouts_s) <= 60.0
 
 
 @pytest.mark.parametrize(

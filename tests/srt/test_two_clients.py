@@ -20,8 +20,8 @@ from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.adapter.sglang.replies import count_requests
 from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerError, TornWeightsError
-from verl_server.platforms import memory_hooks
-from verl_server.platforms.http_hooks import RELEASED_MEMORY, add_state
+from verl_server.platforms import memory
+from verl_server.platforms.scheduler_hooks import RELEASED_MEMORY, add_state
 
 KV_CACHE = MemoryTag.KV_CACHE.value
 
@@ -107,7 +107,7 @@ def test_a_release_that_is_prepared_can_be_cancelled(
 
 def test_schedulers_run_no_batch_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks of all platforms, with an object in place of SGLang's scheduler."""
-    monkeypatch.setattr(memory_hooks, "without_batch", lambda arguments: ("nothing", arguments["running_batch"]))
+    monkeypatch.setattr(memory, "without_batch", lambda arguments: ("nothing", arguments["running_batch"]))
     updater = SimpleNamespace(offload_tags={"weights", KV_CACHE})
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Linear(1, 1)))
     server_args = SimpleNamespace(enable_dp_attention=False)
@@ -120,7 +120,7 @@ def test_schedulers_run_no_batch_without_memory(monkeypatch: pytest.MonkeyPatch)
         return "a batch"
 
     def run() -> Any:
-        return memory_hooks.hold_requests(original, scheduler, running_batch="running", last_batch=None)
+        return memory.hold_requests(original, scheduler, running_batch="running", last_batch=None)
 
     assert run() == ("nothing", "running")
     scheduler.server_args.enable_dp_attention = True

@@ -31,29 +31,32 @@ import verl_server
 from verl_server import HttpServerEngineAdapter, errors
 from verl_server.adapter.sglang.server_arguments import complete_server_args
 from verl_server.errors import BadInputError
-from verl_server.ranks import machine
-from verl_server.ranks.machine import is_loopback, reachable_address, spans_machines
-from verl_server.ranks.peer_errors import to_peer_wire
-from verl_server.ranks.placement import compute_placement
-from verl_server.ranks.rendezvous import connect_ranks
+from verl_server.ranks import placement as machine
+from verl_server.ranks.channel import connect_ranks
+from verl_server.ranks.pending_calls import to_peer_wire
+from verl_server.ranks.placement import compute_placement, is_loopback, reachable_address, spans_machines
 from verl_server.router.client import RouterClient
 from verl_server.server.environment import inherited_environment
-from verl_server.server.ports import PortReservation, join_host_port
-from verl_server.server.warden.log_file import BoundedLog
-from verl_server.server.warden_process import WARDEN_SCRIPT
+from verl_server.server.launch import PortReservation, join_host_port
+from verl_server.server.process import WARDEN_SCRIPT
+from verl_server.server.warden.warden import BoundedLog
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.validation import require_whole_number
-from verl_server.weights.arena import Arena
-from verl_server.weights.broadcast.byte_ranges import group_whole_tensors, split_into_chunks
-from verl_server.weights.broadcast.placement import ReceiverPlacement
-from verl_server.weights.checksum import compute_checksum, positional_sum
-from verl_server.weights.coverage import Coverage, ReadTensors
-from verl_server.weights.gather import shard_slices
-from verl_server.weights.layout import ALIGNMENT, TABLE_OFFSET, plan_arena, tensor_bytes
+from verl_server.weights.arena import (
+    ALIGNMENT,
+    TABLE_OFFSET,
+    Arena,
+    SharedWords,
+    order_memory_accesses,
+    plan_arena,
+    tensor_bytes,
+)
+from verl_server.weights.broadcast import ReceiverPlacement, group_whole_tensors, split_into_chunks
 from verl_server.weights.loader import load_weights
-from verl_server.weights.memory_file import SharedWords, order_memory_accesses
-from verl_server.weights.transports import patches, shared_memory
+from verl_server.weights.transports import delta, shared_memory
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
+from verl_server.weights.update.source import shard_slices
+from verl_server.weights.verification import Coverage, ReadTensors, compute_checksum, positional_sum
 
 PACKAGE = Path(verl_server.__file__).parent
 PARAMETER = torch.zeros(2, 3)
@@ -276,9 +279,7 @@ def test_a_word_is_written_after_and_read_before_everything_that_it_speaks_of(
     """On processors that change the order of reads and writes. What a process finds then cannot be tested on x86-64."""
     memory = mmap.mmap(-1, 4096)
     words, at_the_barrier = SharedWords(memory, 8, 2), []
-    monkeypatch.setattr(
-        "verl_server.weights.memory_file.order_memory_accesses", lambda: at_the_barrier.append(memory[16:24])
-    )
+    monkeypatch.setattr("verl_server.weights.arena.order_memory_accesses", lambda: at_the_barrier.append(memory[16:24]))
     words[1] = 2**64 - 1
     assert at_the_barrier == [bytes(8)], "before the word is written"
     assert words[1] == 2**64 - 1
@@ -579,7 +580,7 @@ def test_a_patch_turns_the_old_tensors_into_the_new_ones(
 ) -> None:
     size = min(size, 1000 * chunk_elements)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(patches, "CHUNK_ELEMENTS", chunk_elements)
+        patched.setattr(delta, "CHUNK_ELEMENTS", chunk_elements)
         _check_patches(kind, size, positions)
 
 
@@ -587,9 +588,9 @@ def test_patches_need_little_memory() -> None:
     """A search for all changed positions at once would need 17 bytes for each changed element."""
     old, new = bytes(2**26), memoryview(b"\x01" * 2**26)
     tracemalloc.start()
-    refused = patches.encode([(memoryview(old), new, 1)], max_bytes=2**25)
+    refused = delta.encode([(memoryview(old), new, 1)], max_bytes=2**25)
     assert refused is None
-    assert tracemalloc.get_traced_memory()[1] < 2**26 + 64 * patches.CHUNK_ELEMENTS
+    assert tracemalloc.get_traced_memory()[1] < 2**26 + 64 * delta.CHUNK_ELEMENTS
     tracemalloc.stop()
 
 
@@ -600,19 +601,16 @@ def _check_patches(kind: Any, size: int, positions: list[float]) -> None:
         new[int(position * size)] += 1
     element_bytes = old.itemsize
     target = bytearray(old.tobytes())
-    patch = patches.encode([(memoryview(old.tobytes()), memoryview(new.tobytes()), element_bytes)] * 2, max_bytes=10**9)
+    patch = delta.encode([(memoryview(old.tobytes()), memoryview(new.tobytes()), element_bytes)] * 2, max_bytes=10**9)
     assert patch is not None
     assert len(patch) <= 2 * (8 + len(positions) * (4 + element_bytes))
     other = bytearray(target)
-    patches.apply(memoryview(patch), [(memoryview(target), element_bytes), (memoryview(other), element_bytes)])
+    delta.apply(memoryview(patch), [(memoryview(target), element_bytes), (memoryview(other), element_bytes)])
     assert bytes(target) == bytes(other) == new.tobytes()
     with pytest.raises(ValueError, match="patch"):
-        patches.apply(
-            memoryview(patch + b"x"), [(memoryview(target), element_bytes), (memoryview(other), element_bytes)]
-        )
+        delta.apply(memoryview(patch + b"x"), [(memoryview(target), element_bytes), (memoryview(other), element_bytes)])
     assert (
-        patches.encode([(memoryview(old.tobytes()), memoryview((new + 1).tobytes()), element_bytes)], max_bytes=8)
-        is None
+        delta.encode([(memoryview(old.tobytes()), memoryview((new + 1).tobytes()), element_bytes)], max_bytes=8) is None
     )
 
 
@@ -643,13 +641,8 @@ def test_the_warden_imports_the_standard_library_only() -> None:
         "verl_server.lazy_exports",
         "verl_server.server",
         "verl_server.server.warden",
-        "verl_server.server.warden.events",
-        "verl_server.server.warden.log_file",
-        "verl_server.server.warden.process_tree",
-        "verl_server.server.warden.process_watch",
-        "verl_server.server.warden.shared_memory_files",
-        "verl_server.server.warden.spawned_server",
         "verl_server.server.warden.warden",
+        "verl_server.server.warden.processes",
     }
 
 

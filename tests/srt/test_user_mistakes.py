@@ -33,11 +33,11 @@ from verl_server.agent import (
     reward,
     tool,
 )
-from verl_server.argument_names import NAMES_OF_OTHER_LIBRARIES
 from verl_server.cli.app import app
-from verl_server.cli.tokenizer import load_tokenizer
+from verl_server.cli.common import load_tokenizer
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph
+from verl_server.validation import NAMES_OF_OTHER_LIBRARIES
 
 Make = Callable[[], object]
 

@@ -81,7 +81,7 @@ from verl.utils.profiler import ProfilerConfig
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, PrometheusConfig, RolloutConfig
 from verl_server.integrations.verl.replica import group_places
 from verl_server.config import RolloutMode
-from verl_server.integrations.verl.fleet_spec import make_fleet_spec
+from verl_server.integrations.verl.settings import make_fleet_spec
 from verl_server.tiny import make_model
 
 folder = make_model(MODEL, "qwen2")

@@ -28,32 +28,23 @@ import torch
 from helpers import change_weights, no_new_shared_memory, reference_model, wait_until
 from torch.distributed.device_mesh import DeviceMesh
 
+from verl_server.adapter.blocking import EventLoopThread
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.config import RolloutMode, Timeouts
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, UnsupportedError, VerlServerError
-from verl_server.integrations.verl.actor.fleet_actor import FleetActor
-from verl_server.integrations.verl.actor.generation import (
-    Generations,
-    make_request,
-    prompt_logprobs,
-    require_no_other_media,
-)
-from verl_server.integrations.verl.actor.replay_jobs import ReplayJobs
-from verl_server.integrations.verl.fleet_spec import FleetSpec
-from verl_server.integrations.verl.own_settings import OwnSettings
-from verl_server.integrations.verl.ray_fleet import RayFleet
-from verl_server.integrations.verl.ray_target import RayTarget
-from verl_server.integrations.verl.trainer_engine import TrainerEngine, find_fleet
-from verl_server.integrations.verl.watch import _watch
-from verl_server.rollout.health import ReplicaState
+from verl_server.integrations.verl.fleet_actor import FleetActor, ReplayJobs
+from verl_server.integrations.verl.generation import Generations, make_request, prompt_logprobs, require_no_other_media
+from verl_server.integrations.verl.ray_fleet import RayFleet, RayTarget, _watch
+from verl_server.integrations.verl.settings import FleetSpec, OwnSettings
+from verl_server.integrations.verl.trainer import TrainerEngine, find_fleet
+from verl_server.rollout.fleet import ReplicaState
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.rollout_router import RolloutRouter
 from verl_server.router.targets import InProcessTarget
-from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
+from verl_server.server.forkserver.forkserver import prepare_forkserver
 from verl_server.types import Json
-from verl_server.weights.update.servers import UpdatableServers
+from verl_server.weights.update.options import UpdatableServers
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
@@ -333,7 +324,7 @@ def test_requests_of_a_teacher(tiny: Callable[..., Path]) -> None:
 
 def test_a_trainer_that_does_not_answer_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is no DeadlineError: a fleet starts a server again that does not answer."""
-    monkeypatch.setattr("verl_server.integrations.verl.actor.replay_jobs.TAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("verl_server.integrations.verl.fleet_actor.TAKE_TIMEOUT_S", 0.1)
     jobs = ReplayJobs(timeout_s=0.1)
     servers: Any = object()
     with pytest.raises(VerlServerError, match="did not take the job") as not_taken:
@@ -351,7 +342,7 @@ def test_a_trainer_that_does_not_answer_ends_no_server(monkeypatch: pytest.Monke
 
 def test_a_job_is_offered_until_the_trainer_makes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer with the job can get lost between the actor and the trainer."""
-    monkeypatch.setattr("verl_server.integrations.verl.actor.replay_jobs.OFFER_AGAIN_S", 0.2)
+    monkeypatch.setattr("verl_server.integrations.verl.fleet_actor.OFFER_AGAIN_S", 0.2)
     jobs, servers = ReplayJobs(timeout_s=10.0), cast(UpdatableServers, object())
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(jobs.run, "publication", servers)
@@ -417,7 +408,7 @@ def test_the_end_of_the_engine_ends_a_job(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_requests_wait_while_no_server_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """An asynchronous trainer pushes later. The error of a server is raised."""
-    monkeypatch.setattr("verl_server.integrations.verl.actor.generation.NOT_READY_DELAY_S", 0.1)
+    monkeypatch.setattr("verl_server.integrations.verl.generation.NOT_READY_DELAY_S", 0.1)
 
     async def make_dispatcher() -> Dispatcher:
         return Dispatcher(None)
@@ -445,8 +436,8 @@ def test_requests_wait_while_no_server_has_the_weights(monkeypatch: pytest.Monke
 
 def test_a_fleet_that_sleeps_is_not_lost(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its servers cannot get weights while they sleep, for example between two validations."""
-    monkeypatch.setattr("verl_server.integrations.verl.actor.fleet_actor.STALE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("verl_server.integrations.verl.actor.fleet_actor.LOSS_POLL_S", 0.1)
+    monkeypatch.setattr("verl_server.integrations.verl.fleet_actor.STALE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("verl_server.integrations.verl.fleet_actor.LOSS_POLL_S", 0.1)
     view = SimpleNamespace(state=ReplicaState.STALE, error=None)
     manager: Any = SimpleNamespace(replicas=[view], backend=SimpleNamespace(released_memory=frozenset({"weights"})))
     owner = FleetActor(make_spec(tiny("qwen3")))
@@ -487,7 +478,7 @@ def test_an_actor_that_does_not_answer_any_more_is_lost(monkeypatch: pytest.Monk
         raise Ended(message)
 
     for name, value in {"WAIT_S": 0.05, "SILENT_S": 0.5, "_end": end}.items():
-        monkeypatch.setattr(f"verl_server.integrations.verl.watch.{name}", value)
+        monkeypatch.setattr(f"verl_server.integrations.verl.ray_fleet.{name}", value)
     with pytest.raises(Ended, match=r"the fleet policy is lost: its actor has not answered for 1 s"):
         _watch(SilentActor(), "policy")
 

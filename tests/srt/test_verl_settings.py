@@ -13,8 +13,7 @@ from verl_server.adapter.engine import get_engine
 from verl_server.adapter.vllm.server_arguments import PLAIN_NAMES, VLLM_OPTIONS
 from verl_server.config import ENGINE, SERVER_PYTHON, EngineKind, RolloutMode
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.integrations.verl.fleet_spec import FleetSpec, make_fleet_spec
-from verl_server.integrations.verl.own_settings import PARALLEL_SIZES, parse_own_settings
+from verl_server.integrations.verl.settings import PARALLEL_SIZES, FleetSpec, make_fleet_spec, parse_own_settings
 from verl_server.types import Json
 
 

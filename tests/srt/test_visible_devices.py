@@ -16,8 +16,8 @@ from helpers import Ranks, mesh_of
 from verl_server import AdapterConfig, RolloutManager, VerlEngine
 from verl_server.errors import BadInputError, StartupError
 from verl_server.rollout.launchers.local import LocalLauncher, count_accelerators
-from verl_server.rollout.parallel_config import ParallelConfig, require_devices
-from verl_server.server.visible_devices import (
+from verl_server.rollout.modes import ParallelConfig, require_devices
+from verl_server.server.environment import (
     VISIBLE_DEVICES,
     SeenByRank,
     devices_of_ranks,
@@ -82,8 +82,8 @@ def test_a_server_gets_nothing_of_ranks_on_other_machines() -> None:
 
 
 FORBIDDEN_CORES = f"""
-from verl_server.engine.start_backend import may_use_cores
-from verl_server.server.visible_devices import allowed_cores
+from verl_server.engine.start import may_use_cores
+from verl_server.server.environment import allowed_cores
 {forbid("sched_getaffinity")}
 assert allowed_cores() == set()
 with may_use_cores([0]):
@@ -103,9 +103,7 @@ def test_the_gpus_of_a_fleet_are_those_of_its_servers(monkeypatch: pytest.Monkey
     assert count_accelerators({VISIBLE_DEVICES: "0,1"}) is None, "this machine has no GPU"
     device = tmp_path / "nvidia0"
     device.touch()
-    monkeypatch.setattr(
-        "verl_server.server.forkserver.shared_forkserver.ACCELERATOR_FILES", [os.path.relpath(device, "/dev")]
-    )
+    monkeypatch.setattr("verl_server.server.forkserver.forkserver.ACCELERATOR_FILES", [os.path.relpath(device, "/dev")])
     monkeypatch.setenv(VISIBLE_DEVICES, "0")
     assert count_accelerators({VISIBLE_DEVICES: "4,5,6"}) == 3
     assert count_accelerators({VISIBLE_DEVICES: "-1"}) is None

@@ -21,7 +21,7 @@ from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.config import EngineKind
 from verl_server.errors import BadInputError, NotReadyError, VerlServerError
-from verl_server.weights.transports.message import serialize_message
+from verl_server.weights.transports.base import serialize_message
 
 pytestmark = needs_vllm
 
@@ -95,7 +95,7 @@ def test_a_batch_with_an_error_leaves_nothing_running(adapter: HttpServerEngineA
 
 
 async def _post(adapter: HttpServerEngineAdapter, body: Any) -> Any:
-    from verl_server.adapter.sglang.endpoints import GENERATE
+    from verl_server.adapter.sglang.replies import GENERATE
 
     try:
         return await adapter.asynchronous.connection.http.call(GENERATE, body)

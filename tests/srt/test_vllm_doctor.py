@@ -21,11 +21,10 @@ from environment_helpers import make_environment
 from helpers import MARK, free_port, is_listening, marked_processes, no_new_shared_memory, wait_until
 from vllm_helpers import SIZES, VLLM_PYTHON, VLLM_VENV, needs_vllm
 
-from verl_server.doctor import Level, leftovers
-from verl_server.doctor.server_environment import require_engine_kind
-from verl_server.doctor.vllm import model, variables
+from verl_server.doctor import Level, engine, machine, model
+from verl_server.doctor.engine import require_engine_kind
 from verl_server.errors import BadInputError
-from verl_server.server.warden.shared_memory_files import SHM_DIR
+from verl_server.server.warden.processes import SHM_DIR
 
 GIB = 2**30
 REPOSITORY = Path(__file__).parents[2]
@@ -200,7 +199,7 @@ def test_an_environment_of_trainer_and_vllm(tmp_path: Path) -> None:
     ],
 )
 def test_variables_that_disturb_a_server(environment: dict[str, str], tp: int, level: Level, expected: str) -> None:
-    found, rest = variables.examine(environment, tp=tp, free=4 * GIB, on_cpu=True)
+    found, rest = engine.examine_variables(environment, tp=tp, free=4 * GIB, on_cpu=True)
     assert found.level is level
     assert expected in found.detail + found.symptom
     assert found.fix.startswith("unset VLLM_")
@@ -209,9 +208,11 @@ def test_variables_that_disturb_a_server(environment: dict[str, str], tp: int, l
 
 def test_variables_that_disturb_no_server() -> None:
     set_here = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PORT": "9000", "HOME": "x"}
-    (found,) = variables.examine(set_here, tp=2, free=8 * GIB, on_cpu=True)
+    (found,) = engine.examine_variables(set_here, tp=2, free=8 * GIB, on_cpu=True)
     assert found.detail == "inherited by servers: VLLM_CPU_KVCACHE_SPACE, VLLM_CPU_OMP_THREADS_BIND, VLLM_PORT"
-    (found,) = variables.examine({"VLLM_API_KEY": "secret", "VLLM_USE_MODELSCOPE": "1"}, tp=1, free=0, on_cpu=True)
+    (found,) = engine.examine_variables(
+        {"VLLM_API_KEY": "secret", "VLLM_USE_MODELSCOPE": "1"}, tp=1, free=0, on_cpu=True
+    )
     assert found.detail == "inherited by servers: VLLM_USE_MODELSCOPE; replaced in servers: VLLM_API_KEY"
 
 
@@ -259,7 +260,7 @@ def orphans_of(mark: str) -> set[int]:
     """PIDs of the processes with the mark that the doctor calls orphans."""
     time.sleep(0.2)  # a title is written in two steps
     ours = set(marked_processes(mark))
-    found = leftovers.check_orphans([p for p in leftovers.processes() if p.pid in ours or p.pid == 1])
+    found = machine.check_orphans([p for p in machine.processes() if p.pid in ours or p.pid == 1])
     pids = found.fix.partition(";")[0].removeprefix("kill ").split()
     assert not pids or found.level is Level.WARN
     return set(map(int, pids))
@@ -274,7 +275,7 @@ def test_orphans_of_a_vllm_server() -> None:
     )
     try:
         wait_until(lambda: len(marked_processes(mark)) == 3, 20.0, "the processes do not start")
-        titles = {process.name for process in leftovers.processes()}
+        titles = {process.name for process in machine.processes()}
         wait_until(lambda: {"VLLM::EngineCore", "VLLM::Worker_TP0"} <= titles_of(mark), 20.0, f"no titles: {titles}")
         assert orphans_of(mark) == set(), "the launcher lives"
         launcher.communicate(timeout=20)
@@ -287,7 +288,7 @@ def test_orphans_of_a_vllm_server() -> None:
 
 def titles_of(mark: str) -> set[str]:
     ours = set(marked_processes(mark))
-    return {process.name for process in leftovers.processes() if process.pid in ours}
+    return {process.name for process in machine.processes() if process.pid in ours}
 
 
 def end(mark: str, number: signal.Signals) -> None:
@@ -367,15 +368,15 @@ def test_files_of_vllm_that_no_process_maps_are_leftovers() -> None:
         for path in paths:
             path.write_bytes(b"x" * 4096)
             os.utime(path, (time.time() - 3600,) * 2)
-        assert set(names) <= set(leftovers.leftovers()[0])
+        assert set(names) <= set(machine.leftovers()[0])
         for path in paths:
             with subprocess.Popen(
                 [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             ) as user:
                 assert user.stdout is not None
                 assert user.stdout.readline() == b"mapped\n"
-                assert set(names) - {path.name} <= set(leftovers.leftovers()[0])
-                assert path.name not in leftovers.leftovers()[0]
+                assert set(names) - {path.name} <= set(machine.leftovers()[0])
+                assert path.name not in machine.leftovers()[0]
         assert all(path.exists() for path in paths), "the doctor removes nothing"
     finally:
         for path in paths:

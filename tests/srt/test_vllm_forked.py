@@ -23,13 +23,14 @@ from vllm_helpers import (
     weights_of,
 )
 
-from verl_server.adapter.vllm.launch import VLLM
-from verl_server.platforms.workers import PF_FORKNOEXEC
-from verl_server.server.forkserver.shared_forkserver import forkserver_pid
-from verl_server.server.interpreter.server_python import ServerPython
+from verl_server.adapter.vllm.server_arguments import VLLM
+from verl_server.platforms.scheduler_hooks import PF_FORKNOEXEC
+from verl_server.server.environment import ServerPython
+from verl_server.server.forkserver.forkserver import forkserver_pid
 from verl_server.tiny import make_model
-from verl_server.vllm_server import start_checks, start_method
-from verl_server.vllm_server.openmp_threads import wanted_threads
+from verl_server.vllm_server import start as start_checks
+from verl_server.vllm_server import start as start_method
+from verl_server.vllm_server.forked_worker import wanted_threads
 
 TOLERANCE = 1e-5
 NOTICE_S = 2.0
@@ -172,7 +173,7 @@ def test_threads_are_those_of_the_variables(environment: dict[str, str], threads
 
 THREADS = """
 import os, torch
-from verl_server.vllm_server.openmp_threads import start_threads
+from verl_server.vllm_server.forked_worker import start_threads
 pid = os.fork()
 if pid == 0:
     cpus = sorted(os.sched_getaffinity(0))[:2]

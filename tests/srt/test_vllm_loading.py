@@ -31,10 +31,10 @@ LAYERWISE = "weight updates use vLLM's layerwise reload, because the fast load d
 #: A module that Python imports at the start of each process of a server. It makes all models unknown.
 NO_FAST_LOAD = """
 import sys, types
-module = types.ModuleType("verl_server.vllm_server.loading.fast_load")
+module = types.ModuleType("verl_server.vllm_server.cpu_reload")
 class FastLoad:
     def __init__(self, model):
-        from verl_server.vllm_server.loading.module_kinds import UnknownModuleError
+        from verl_server.vllm_server.cpu_reload import UnknownModuleError
         raise UnknownModuleError("this model")
 module.FastLoad = FastLoad
 sys.modules[module.__name__] = module

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vllm_helpers import SIZES, TINY_SERVER, Checkpoints, Expected, expected_of, needs_vllm, start_config
 
 from verl_server import VerlEngine
-from verl_server.adapter.vllm.launch import launch_vllm_server
+from verl_server.adapter.vllm.server_arguments import launch_vllm_server
 from verl_server.errors import BadInputError, ServerError
 
 pytestmark = needs_vllm

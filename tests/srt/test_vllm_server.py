@@ -29,9 +29,17 @@ from vllm_helpers import (
     start_config,
 )
 
-from verl_server.adapter.vllm.endpoints import ABORT, IS_PAUSED, OPENAPI, PAUSE, RESUME, VERSION
-from verl_server.adapter.vllm.launch import launch_vllm_server
-from verl_server.adapter.vllm.payloads import abort_payload, pause_query
+from verl_server.adapter.vllm.requests import (
+    ABORT,
+    IS_PAUSED,
+    OPENAPI,
+    PAUSE,
+    RESUME,
+    VERSION,
+    abort_payload,
+    pause_query,
+)
+from verl_server.adapter.vllm.server_arguments import launch_vllm_server
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, VerlServerError
 

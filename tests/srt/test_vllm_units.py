@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import verl_server
-from verl_server.adapter.vllm.payloads import (
+from verl_server.adapter.vllm.replies import error_from_reply, parse_finish_reason, parse_generation, parse_generations
+from verl_server.adapter.vllm.requests import (
     abort_payload,
     generate_payload,
     memory_payload,
@@ -19,14 +20,17 @@ from verl_server.adapter.vllm.payloads import (
     update_payload,
     weight_version_payload,
 )
-from verl_server.adapter.vllm.replies import error_from_reply, parse_finish_reason, parse_generation, parse_generations
 from verl_server.adapter.vllm.server_arguments import complete_server_args
 from verl_server.errors import BadInputError, NotReadyError, ServerError, UnsupportedError
 from verl_server.types import Json
-from verl_server.vllm_server import keys
-from verl_server.vllm_server.command_line import to_command_line
-from verl_server.vllm_server.start_checks import explain_head_size, explain_version
-from verl_server.vllm_server.start_environment import divide_cpus, server_variables
+from verl_server.vllm_server import start
+from verl_server.vllm_server.start import (
+    divide_cpus,
+    explain_head_size,
+    explain_version,
+    server_variables,
+    to_command_line,
+)
 
 REPLIES = Path(__file__).with_name("vllm_replies")
 PACKAGE = Path(verl_server.__file__).parent
@@ -314,17 +318,17 @@ def ask(path: str, authorization: list[str], method: str = "GET", kind: str = "h
 
     headers = [(b"Authorization", value.encode()) for value in authorization]
     scope = {"type": kind, "path": path, "method": method, "headers": headers}
-    asyncio.run(keys.KeyMiddleware(app, frozenset())(scope, receive, send))
+    asyncio.run(start.KeyMiddleware(app, frozenset())(scope, receive, send))
     return done[0]
 
 
 def test_each_path_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "_digests", {})
+    monkeypatch.setattr(start, "_digests", {})
     with pytest.raises(RuntimeError, match="not set"):
         ask("/health", [])
     with pytest.raises(ValueError, match="empty"):
-        keys.set_keys("", "b")
-    keys.set_keys("api", "admin")
+        start.set_keys("", "b")
+    start.set_keys("api", "admin")
     assert ask("/health", []) == "app"
     assert ask("/health", [], "POST") == "401"
     for path, api in (("/v1/models", "app"), ("/inference/v1/generate", "app"), ("/pause", "401"), ("/v1", "401")):

@@ -22,17 +22,19 @@ from forbidden_calls import forbid
 from helpers import MARK, marked_processes, no_new_shared_memory, wait_until
 
 from verl_server.errors import DeadlineError, StartupError
-from verl_server.server.engine_profile import EngineProfile
-from verl_server.server.environment import inherited_environment
-from verl_server.server.exit_status import ExitNotifier, ExitStatus
-from verl_server.server.pipe import write_all
-from verl_server.server.process import ServerProcess
-from verl_server.server.server_folder import LOG_NAME, MAX_KEPT_LOGS, WORKING_FOLDER, kept_logs, make_server_folder
-from verl_server.server.warden import process_watch
-from verl_server.server.warden.log_file import BoundedLog
-from verl_server.server.warden.process_tree import read_command_line, worker_name
-from verl_server.server.warden.process_watch import has_pidfds, start_time
-from verl_server.server.warden_process import WARDEN_SCRIPT, spawn_warden
+from verl_server.server.environment import (
+    LOG_NAME,
+    MAX_KEPT_LOGS,
+    WORKING_FOLDER,
+    EngineProfile,
+    inherited_environment,
+    kept_logs,
+    make_server_folder,
+)
+from verl_server.server.process import WARDEN_SCRIPT, ExitNotifier, ExitStatus, ServerProcess, spawn_warden, write_all
+from verl_server.server.warden import processes
+from verl_server.server.warden.processes import has_pidfds, read_command_line, start_time, worker_name
+from verl_server.server.warden.warden import BoundedLog
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -224,11 +226,11 @@ def test_processes_that_have_ended_have_no_start_time() -> None:
 def test_servers_are_not_forked_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forkserver hands out pidfds of its wardens, so servers are started as new programs."""
     from verl_server.server.environment import inherited_environment
-    from verl_server.server.forkserver.shared_forkserver import SharedForkserver
+    from verl_server.server.forkserver.forkserver import SharedForkserver
 
     assert has_pidfds()
     monkeypatch.delattr(os, "pidfd_open")
-    assert not process_watch.has_pidfds()
+    assert not processes.has_pidfds()
     assert SharedForkserver().prepare(inherited_environment()) is None
 
 

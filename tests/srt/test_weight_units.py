@@ -26,19 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from verl_server import AsyncHttpServerEngineAdapter, errors
-from verl_server.adapter.memory_tags import undefined_weights_reason
-from verl_server.adapter.sglang.pushable import require_pushable
-from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver
+from verl_server.adapter.client import undefined_weights_reason
+from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver, require_pushable
 from verl_server.types import TensorSpec
-from verl_server.weights.arena import Arena
-from verl_server.weights.broadcast.mirror import Mirror
-from verl_server.weights.layout import TABLE_OFFSET, plan_arena
-from verl_server.weights.manifest import Manifest
-from verl_server.weights.memory_file import SharedMemoryFile
-from verl_server.weights.read_manifest import read_manifest
+from verl_server.weights.arena import TABLE_OFFSET, Arena, SharedMemoryFile, plan_arena
+from verl_server.weights.broadcast import Mirror
+from verl_server.weights.manifest import Manifest, read_manifest
 from verl_server.weights.transports.shared_memory import map_arena
-from verl_server.weights.update.shard_writer import ShardWriter
-from verl_server.weights.update.tensor_source import TensorSource
+from verl_server.weights.update.source import ShardWriter, TensorSource
 
 NOT_FINITE = r"'x' has values that are not finite \(NaN or infinity\).*check_finite=False"
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
@@ -492,7 +487,7 @@ def test_a_release_without_a_copy_loses_the_weights(has_copy: bool) -> None:
 
 FORBIDDEN_MEMORY_FILE = f"""
 from verl_server.errors import UnsupportedError
-from verl_server.weights.memory_file import SharedMemoryFile
+from verl_server.weights.arena import SharedMemoryFile
 {forbid("memfd_create")}
 try:
     SharedMemoryFile.create("arena", 4096)

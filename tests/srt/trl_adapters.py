@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from trl_common import error_of
 
 from verl_server.integrations.trl import RolloutServers
-from verl_server.integrations.trl.policy_weights import named_weights, require_mergeable
+from verl_server.integrations.trl.weights import named_weights, require_mergeable
 
 NUM_PUSHES = 3
 

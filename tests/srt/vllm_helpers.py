@@ -29,7 +29,8 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
-from verl_server.adapter.vllm.endpoints import (
+from verl_server.adapter.vllm.replies import error_from_reply, parse_generation
+from verl_server.adapter.vllm.requests import (
     FINISH_UPDATE,
     GENERATE,
     METRICS,
@@ -40,27 +41,23 @@ from verl_server.adapter.vllm.endpoints import (
     UPDATE_WEIGHTS,
     WORKER_CALL,
     Endpoint,
-)
-from verl_server.adapter.vllm.launch import launch_vllm_server
-from verl_server.adapter.vllm.payloads import (
     generate_payload,
     memory_payload,
     pause_query,
     update_payload,
     weight_version_payload,
 )
-from verl_server.adapter.vllm.replies import error_from_reply, parse_generation
+from verl_server.adapter.vllm.server_arguments import launch_vllm_server
 from verl_server.config import AdapterConfig, PauseMode, Timeouts
 from verl_server.server.launch import LaunchedServer
 from verl_server.tiny import make_model
 from verl_server.types import Json, ServerInfo, TensorSpec
-from verl_server.weights.arena import Arena
-from verl_server.weights.checksum import compute_checksum
-from verl_server.weights.layout import plan_arena
-from verl_server.weights.read_manifest import read_manifest
+from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.manifest import read_manifest
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 from verl_server.weights.transports.shared_memory import Sender
-from verl_server.weights.update.report_checks import verify_reports
+from verl_server.weights.update.staged import verify_reports
+from verl_server.weights.verification import compute_checksum
 
 VLLM_VENV = Path(__file__).parents[2] / ".venv-vllm"
 VLLM_PYTHON = VLLM_VENV / "bin" / "python"

@@ -6,14 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar
 
-from verl_server.adapter.http_client import HttpClient
+from verl_server.adapter.http import HttpClient
 from verl_server.adapter.model_files import read_model_configs
-from verl_server.adapter.sglang import endpoints
+from verl_server.adapter.sglang import replies
 from verl_server.adapter.sglang.capabilities import Capabilities, probe_capabilities, probe_request_fields
-from verl_server.adapter.sglang.endpoints import Endpoint
-from verl_server.adapter.sglang.replies import prompt_limits, released_memory, remove_keys, require_success
-from verl_server.adapter.sglang.request_fields import require_known_fields, unlisted_fields
-from verl_server.adapter.sglang.requests import PromptLimits
+from verl_server.adapter.sglang.replies import Endpoint, prompt_limits, released_memory, remove_keys, require_success
+from verl_server.adapter.sglang.requests import PromptLimits, require_known_fields, unlisted_fields
 from verl_server.errors import NotReadyError, ServerError
 from verl_server.types import Json, parse_weight_version
 
@@ -95,7 +93,7 @@ class ServerConnection:
     async def call(self, endpoint: Endpoint, body: Json | None = None) -> Any:
         """Send one request and return the decoded reply."""
         reply = await self.http.call(endpoint, body)
-        if endpoint is endpoints.GENERATE:
+        if endpoint is replies.GENERATE:
             self.needs_continue = False  # another client may have continued generation
         return reply
 
@@ -114,7 +112,7 @@ class ServerConnection:
         return True
 
     async def get_server_info(self) -> Json:
-        return remove_keys(await self.http.call(endpoints.SERVER_INFO))
+        return remove_keys(await self.http.call(replies.SERVER_INFO))
 
     async def get_server_args(self) -> Mapping[str, Any]:
         """The server's arguments. For an attached server they are requested once."""

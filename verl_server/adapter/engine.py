@@ -21,9 +21,9 @@ def get_engine(kind: EngineKind | str | None) -> ServerEngine:
     Raises BadInputError for another kind.
     """
     if parse_engine_kind(kind) == EngineKind.VLLM:
-        from verl_server.adapter.vllm.launch import VLLM_ENGINE
+        from verl_server.adapter.vllm.server_arguments import VLLM_ENGINE
 
         return VLLM_ENGINE
-    from verl_server.adapter.sglang.launch import SGLANG_ENGINE
+    from verl_server.adapter.sglang.server_arguments import SGLANG_ENGINE
 
     return SGLANG_ENGINE

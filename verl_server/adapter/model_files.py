@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from verl_server.errors import BadInputError
+from verl_server.types import Json
+from verl_server.validation import is_finite_number, is_list, require_whole_number
 
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -93,3 +99,174 @@ def read_facts(config: Mapping[str, Any]) -> ModelFacts:
         quantized=bool(config.get("quantization_config")),
         own_code="auto_map" in config,
     )
+
+
+# -- Lora config ------------------------------------------------------------------------------------
+# Configurations of LoRA adapters: from PEFT's `LoraConfig` to what SGLang computes. Pure functions, except for files.
+#
+# SGLang 0.5.23 reads only `peft_type`, `r`, `lora_alpha`, `target_modules` and `use_dora` of a configuration
+# (srt/lora/model_files.py), and multiplies by `lora_alpha / r` (srt/lora/lora.py).
+
+PREFIX = "base_model.model."
+"""Beginning of the names that PEFT gives the tensors of a LoRA adapter."""
+ALL_LINEAR = "all-linear"
+"""PEFT's value of `target_modules` for every linear layer except the output head."""
+UNSUPPORTED_FIELDS = (
+    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication",
+    "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "kasa_config",
+)  # fmt: skip
+"""Fields of PEFT's `LoraConfig` that change what a LoRA adapter computes, and that SGLang does not support. The other
+fields choose the modules, which the names of the tensors show, or are used only for training."""
+CHANGES_THE_MODEL = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Beginnings of the values of `init_lora_weights` with which PEFT changes the model's own weights."""
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+
+
+def plain_lora_config(config: Mapping[str, Any], tensor_names: Iterable[str]) -> Json:
+    """The configuration with which SGLang computes the same outputs as PEFT, for the LoRA adapter with these tensors.
+
+    It has the fields `peft_type`, `r`, `lora_alpha` and `target_modules` only.
+
+    `config` is PEFT's `adapter_config.json` or `LoraConfig.to_dict()`, with `r`, `lora_alpha` and `target_modules`.
+    `tensor_names`: PEFT's names. Raises BadInputError for a configuration that is invalid or that SGLang does not
+    support.
+    """
+    if not isinstance(config, Mapping):
+        raise BadInputError(
+            "config must be a dict with the content of PEFT's adapter_config.json (LoraConfig.to_dict()), got "
+            f"{type(config).__name__}",
+            argument="config",
+        )
+    peft_type = config.get("peft_type")
+    if str(getattr(peft_type, "value", peft_type) or "LORA").upper() != "LORA":
+        raise BadInputError(f"only LoRA adapters can be served, but the configuration has peft_type={peft_type!r}")
+    bias = config.get("bias")
+    for field, value in [("bias", None if bias == "none" else bias), *((f, config.get(f)) for f in UNSUPPORTED_FIELDS)]:
+        if value:
+            raise _unsupported(field, value)
+    _require_unchanged_model(config.get("init_lora_weights"))
+    modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensor_names if ".lora_" in name}
+    rank = _value_of_all(modules, config, "r", "rank_pattern")
+    alpha = _value_of_all(modules, config, "lora_alpha", "alpha_pattern")
+    targets = config.get("target_modules")
+    rank = require_whole_number("the LoRA rank `r` of the configuration", rank)
+    if not is_finite_number(alpha):
+        raise BadInputError(f"a LoRA configuration needs lora_alpha, a number; got {alpha!r}")
+    are_names = isinstance(targets, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in targets)
+    if not targets or not (are_names or isinstance(targets, str)):
+        raise BadInputError(
+            f"a LoRA configuration needs target_modules: a list of names, {ALL_LINEAR!r} or a regular expression; got "
+            f"{targets!r}"
+        )
+    # PEFT multiplies the output of a rank-stabilized LoRA adapter by alpha / sqrt(r), SGLang by alpha / r.
+    scaled_alpha = float(alpha) * (math.sqrt(rank) if config.get("use_rslora") else 1.0)
+    if isinstance(targets, str):  # SGLang knows no regular expressions
+        targets = sorted({module.rpartition(".")[2] for module in modules}) or targets
+    else:
+        targets = sorted(targets)
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": scaled_alpha, "target_modules": targets}
+
+
+def check_lora_paths(lora_paths: Any) -> None:
+    """Check the LoRA adapters in the server argument `lora_paths`, as far as their folders are on this machine.
+
+    SGLang loads them from their files, so that their configurations cannot be converted. Raises BadInputError for a
+    LoRA adapter that SGLang would serve wrongly.
+    """
+    for folder in map(Path, lora_paths_by_name(lora_paths).values()):
+        try:
+            config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # SGLang reports a file that is missing or damaged
+            continue
+        try:
+            plain = plain_lora_config(config, _tensor_names(folder))
+        except BadInputError as error:
+            raise BadInputError(f"the LoRA adapter in {folder}: {error.message}", **error.details) from None
+        read = {"r": config.get("r"), "lora_alpha": config.get("lora_alpha")}
+        needed = {name: plain[name] for name in read}
+        if read != needed:
+            raise BadInputError(
+                f"the LoRA adapter in {folder} has use_rslora, rank_pattern or alpha_pattern, which SGLang ignores. It "
+                f"needs {needed} instead of {read} to compute the outputs of the trainer. Load the LoRA adapter with "
+                f"load_lora_adapter, which converts the configuration, or write these values into {CONFIG_FILE}",
+                argument="lora_paths",
+            )
+
+
+def lora_paths_by_name(lora_paths: Any) -> dict[str, str]:
+    """SGLang's server argument `lora_paths` as paths by name: a dict by name, or a list of `name=path`, paths or dicts.
+
+    A path without a name is its own name. Raises BadInputError for another value.
+    """
+    if lora_paths is not None and not (isinstance(lora_paths, Mapping) or is_list(lora_paths)):
+        raise BadInputError(
+            f"lora_paths must be a dict of folders by name, or a list of folders, got {lora_paths!r}; write for "
+            'example lora_paths={"a": "/adapters/a"}',
+            argument="lora_paths",
+        )
+    if isinstance(lora_paths, Mapping):
+        return {str(name): str(path) for name, path in lora_paths.items()}
+    paths: dict[str, str] = {}
+    for item in lora_paths or ():
+        if isinstance(item, Mapping):
+            paths[str(item.get("lora_name"))] = str(item.get("lora_path"))
+        else:
+            name, _, path = str(item).partition("=")
+            paths[name] = path or name
+    return paths
+
+
+def _unsupported(field: str, value: Any) -> BadInputError:
+    return BadInputError(
+        f"SGLang does not support {field}={value!r} of a LoRA configuration, and would compute other outputs than the "
+        "trainer. Train without it, or merge the LoRA adapter into the weights and push them with "
+        "update_weights_from_tensor",
+        argument=field,
+    )
+
+
+def _require_unchanged_model(initialization: Any) -> None:
+    """Raise BadInputError if PEFT has changed the model's own weights when it made the LoRA adapter."""
+    if not isinstance(initialization, str) or not initialization.lower().startswith(CHANGES_THE_MODEL):
+        return
+    raise BadInputError(
+        f"with init_lora_weights={initialization!r} PEFT has changed the weights of the trainer's model: the LoRA "
+        "adapter gives wrong outputs with the original weights. Push the weights of the trainer's model with "
+        "update_weights_from_tensor, and load the LoRA adapter with init_lora_weights=True in its configuration. PEFT "
+        "can also convert such a LoRA adapter to a plain one, except with LoftQ: "
+        "save_pretrained(folder, path_initial_model_for_weight_conversion=...)",
+        argument="init_lora_weights",
+    )
+
+
+def _value_of_all(modules: Collection[str], config: Mapping[str, Any], field: str, pattern_field: str) -> Any:
+    """The value that `field` has in all modules. `pattern_field`: other values by regular expression, as in PEFT.
+
+    Raises BadInputError if the modules have different values.
+    """
+    default, pattern = config.get(field), config.get(pattern_field) or {}
+    if not isinstance(pattern, Mapping):
+        raise BadInputError(f"{pattern_field} must be a dict of numbers by name, got {type(pattern).__name__}")
+    try:
+        matching = [
+            next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+            for module in modules
+        ]
+    except re.error as error:
+        raise BadInputError(f"a name in {pattern_field} is no regular expression: {error}") from None
+    values = matching or [default, *pattern.values()]  # without names of tensors, every pattern may match
+    if any(value != values[0] for value in values):
+        raise _unsupported(pattern_field, pattern)
+    return values[0]
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    """Names of the tensors of a LoRA adapter on disk, empty if its file is missing or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / TENSORS_FILE, framework="numpy") as tensors:
+            return list(tensors.keys())
+    except (OSError, SafetensorError):
+        return []

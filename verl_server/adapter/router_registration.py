@@ -20,7 +20,7 @@ import requests
 
 from verl_server.config import AdapterConfig
 from verl_server.errors import DeadlineError, ServerError, VerlServerError
-from verl_server.server.ports import join_host_port
+from verl_server.server.launch import join_host_port
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_server.config import AdapterConfig
 from verl_server.server.launch import LaunchedServer
-from verl_server.server.supervisor import AbortCheck
+from verl_server.server.process import AbortCheck
 from verl_server.types import Json
 
 ServerArgs = Mapping[str, Any]

@@ -11,13 +11,9 @@ from verl_server.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from verl_server.agent.chat_scheduler import ChatScheduler, TurnCallback
-    from verl_server.agent.environments.environment import Environment
-    from verl_server.agent.environments.rewards import RewardFn, reward
+    from verl_server.agent.engines import GenerateFn, as_generate_fn
+    from verl_server.agent.environments import Environment, RewardFn, reward
     from verl_server.agent.episodes.episode import Episode
-    from verl_server.agent.generate_fn import GenerateFn, as_generate_fn
-    from verl_server.agent.groups.group_filter import GroupFilter, has_variance
-    from verl_server.agent.groups.group_runner import RunnerCounters
-    from verl_server.agent.groups.step import RolloutStep
     from verl_server.agent.limits import EpisodeStopped, RolloutLimits
     from verl_server.agent.loops import (
         AgentLoop,
@@ -27,17 +23,24 @@ if TYPE_CHECKING:
         get_agent_loop,
         register_agent_loop,
     )
-    from verl_server.agent.progress import with_progress
-    from verl_server.agent.runner import RolloutRunner
+    from verl_server.agent.runner import RolloutRunner, with_progress
     from verl_server.agent.samples import Sample, SampleGroup, Segment, Task, Turn
     from verl_server.agent.sandboxes.docker_sandbox import DockerSandbox
     from verl_server.agent.sandboxes.local_sandbox import LocalSandbox
     from verl_server.agent.sandboxes.sandbox import CommandResult, Sandbox, SandboxLimits
+    from verl_server.agent.steps.groups import GroupFilter, RunnerCounters, has_variance
+    from verl_server.agent.steps.stream import RolloutStep
     from verl_server.agent.tools.mcp_client import mcp_tools
-    from verl_server.agent.tools.options import tool
     from verl_server.agent.tools.parsing import parse_hermes_tool_calls
-    from verl_server.agent.tools.registry import ToolRegistry
-    from verl_server.agent.tools.tool import FunctionTool, Tool, ToolArgumentsError, ToolCall, ToolResult
+    from verl_server.agent.tools.tool import (
+        FunctionTool,
+        Tool,
+        ToolArgumentsError,
+        ToolCall,
+        ToolRegistry,
+        ToolResult,
+        tool,
+    )
 
 __all__ = [
     "AgentLoop",
@@ -86,24 +89,13 @@ __all__ = [
 __getattr__, __dir__ = export_lazily(
     __name__,
     {
-        "verl_server.agent.chat_scheduler": (
-            "ChatScheduler",
-            "TurnCallback",
-        ),
-        "verl_server.agent.environments.environment": ("Environment",),
-        "verl_server.agent.environments.rewards": ("RewardFn", "reward"),
+        "verl_server.agent.chat_scheduler": ("ChatScheduler", "TurnCallback"),
+        "verl_server.agent.environments": ("Environment", "RewardFn", "reward"),
         "verl_server.agent.episodes.episode": ("Episode",),
-        "verl_server.agent.generate_fn": (
-            "GenerateFn",
-            "as_generate_fn",
-        ),
-        "verl_server.agent.groups.group_filter": ("GroupFilter", "has_variance"),
-        "verl_server.agent.groups.group_runner": ("RunnerCounters",),
-        "verl_server.agent.groups.step": ("RolloutStep",),
-        "verl_server.agent.limits": (
-            "EpisodeStopped",
-            "RolloutLimits",
-        ),
+        "verl_server.agent.engines": ("GenerateFn", "as_generate_fn"),
+        "verl_server.agent.steps.groups": ("GroupFilter", "RunnerCounters", "has_variance"),
+        "verl_server.agent.steps.stream": ("RolloutStep",),
+        "verl_server.agent.limits": ("EpisodeStopped", "RolloutLimits"),
         "verl_server.agent.loops": (
             "AgentLoop",
             "InterleavedLoop",
@@ -112,28 +104,21 @@ __getattr__, __dir__ = export_lazily(
             "get_agent_loop",
             "register_agent_loop",
         ),
-        "verl_server.agent.progress": ("with_progress",),
-        "verl_server.agent.runner": ("RolloutRunner",),
-        "verl_server.agent.samples": (
-            "Sample",
-            "SampleGroup",
-            "Segment",
-            "Task",
-            "Turn",
-        ),
+        "verl_server.agent.runner": ("RolloutRunner", "with_progress"),
+        "verl_server.agent.samples": ("Sample", "SampleGroup", "Segment", "Task", "Turn"),
         "verl_server.agent.sandboxes.docker_sandbox": ("DockerSandbox",),
         "verl_server.agent.sandboxes.local_sandbox": ("LocalSandbox",),
         "verl_server.agent.sandboxes.sandbox": ("CommandResult", "Sandbox", "SandboxLimits"),
         "verl_server.agent.tools.mcp_client": ("mcp_tools",),
-        "verl_server.agent.tools.options": ("tool",),
-        "verl_server.agent.tools.parsing": ("parse_hermes_tool_calls",),
-        "verl_server.agent.tools.registry": ("ToolRegistry",),
         "verl_server.agent.tools.tool": (
             "FunctionTool",
             "Tool",
             "ToolArgumentsError",
             "ToolCall",
+            "ToolRegistry",
             "ToolResult",
+            "tool",
         ),
+        "verl_server.agent.tools.parsing": ("parse_hermes_tool_calls",),
     },
 )

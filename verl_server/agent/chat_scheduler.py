@@ -15,14 +15,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_server.agent.engines import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.episodes.episode_state import validate_episode_arguments
-from verl_server.agent.generate_fn import GenerateFn, require_generate_fn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Task, Turn
-from verl_server.agent.tools.registry import ToolRegistry, as_tool_registry
-from verl_server.agent.tools.tool import Tool
-from verl_server.agent.user_failures import USER_FAILURES, as_exception, as_failure
+from verl_server.agent.tools.tool import Tool, ToolRegistry, as_tool_registry
+from verl_server.agent.user_code import USER_FAILURES, as_exception, as_failure
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
+import enum
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_server.argument_names import explain_constructor
+from opentelemetry.trace import Span
+from opentelemetry.util.types import AttributeValue
+
 from verl_server.config import Positive, PositiveInt
-from verl_server.type_checks import check_fields
+from verl_server.tracing import span
+from verl_server.validation import check_fields, explain_constructor
 
 
 @explain_constructor
@@ -73,3 +83,73 @@ class LastStop:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, EpisodeStopped):
             self.stop_reason = error.stop_reason
+
+
+# -- Loop slots -------------------------------------------------------------------------------------
+# `LoopSlots`: a number of slots in each event loop. A semaphore of asyncio belongs to one event loop.
+
+
+class LoopSlots:
+    """Semaphores with the same number of slots, one for each event loop that asks. Threads may share the object."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._semaphores = dict[asyncio.AbstractEventLoop, asyncio.Semaphore]()
+        self._lock = threading.Lock()
+
+    def of_running_loop(self) -> asyncio.Semaphore:
+        """The semaphore of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if (semaphore := self._semaphores.get(loop)) is None:
+            with self._lock:
+                # Not a dict of weak keys: a semaphore refers to its event loop, and would keep it.
+                for other in [other for other in self._semaphores if other.is_closed()]:
+                    del self._semaphores[other]
+                semaphore = self._semaphores[loop] = asyncio.Semaphore(self._num_slots)
+        return semaphore
+
+
+# -- Phase times ------------------------------------------------------------------------------------
+# Seconds and spans of the phases of a sample: waiting, setup, generation, tools and rewards.
+
+
+class Phase(enum.StrEnum):
+    """A phase of a sample. Phases of concurrent branches and calls are summed, so they can exceed the duration."""
+
+    QUEUE = "queue"
+    """Waiting until `max_concurrency` admits the sample."""
+    SETUP = "setup"
+    """Setup and teardown of the environment."""
+    GENERATE = "generate"
+    """Requests to the engine, and the wait for a place in the engine."""
+    TOOL = "tool"
+    """Calls of tools."""
+    REWARD = "reward"
+    """Rewards and metrics."""
+
+
+PhaseTimes = dict[str, float]
+_TIMES: contextvars.ContextVar[PhaseTimes | None] = contextvars.ContextVar("verl_server_phase_times", default=None)
+
+
+@contextlib.contextmanager
+def measure_sample() -> Iterator[PhaseTimes]:
+    """Collect the seconds of a sample's phases, by their names. Tasks that begin within the block count, too."""
+    times: PhaseTimes = dict.fromkeys(Phase, 0.0)
+    token = _TIMES.set(times)
+    try:
+        yield times
+    finally:
+        _TIMES.reset(token)
+
+
+@contextlib.contextmanager
+def measure(phase: Phase, **attributes: AttributeValue) -> Iterator[Span]:
+    """Add the seconds of the block to a phase of the current sample. The block is a span with these attributes."""
+    times, start = _TIMES.get(), time.monotonic()
+    try:
+        with span(phase, attributes) as opened:
+            yield opened
+    finally:
+        if times is not None:
+            times[phase] += time.monotonic() - start

@@ -16,10 +16,8 @@ from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.limits import EpisodeStopped
 from verl_server.agent.samples import Turn
 from verl_server.agent.tools.parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
-from verl_server.agent.tools.registry import ToolRegistry
-from verl_server.agent.tools.tool import Tool, ToolCall, ToolResult
-from verl_server.agent.user_code import await_to_its_end, create_user_task
-from verl_server.agent.user_failures import as_failure
+from verl_server.agent.tools.tool import Tool, ToolCall, ToolRegistry, ToolResult
+from verl_server.agent.user_code import as_failure, await_to_its_end, create_user_task
 from verl_server.errors import BadInputError
 from verl_server.types import Json
 from verl_server.validation import (

@@ -8,37 +8,51 @@ digests of the inputs of its sample. A run with other inputs is refused.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_server.agent.engine_access import Engine, access_engine, with_stop_tokens
-from verl_server.agent.environments.environment import Environment, as_agent
-from verl_server.agent.environments.rewards import Reward, RewardFn, RewardOptions, reward_of
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from verl_server.agent.engines import (
+    Engine,
+    access_engine,
+    await_reply,
+    require_sampling_params,
+    with_reports,
+    with_stop_tokens,
+)
+from verl_server.agent.environments import Environment, Reward, RewardFn, RewardOptions, as_agent, reward_of
 from verl_server.agent.episodes.episode_state import require_limits, validate_episode_arguments
-from verl_server.agent.generate_fn import await_reply, require_sampling_params, with_reports
-from verl_server.agent.groups.group_filter import GroupFilter, get_group_filter
-from verl_server.agent.groups.group_runner import GroupRunner, RunnerCounters
-from verl_server.agent.groups.group_stream import stream_groups
-from verl_server.agent.groups.run_checker import RunChecker
-from verl_server.agent.groups.step import RolloutStep
-from verl_server.agent.groups.step_journal import FILE_NAME as JOURNAL_NAME
-from verl_server.agent.groups.step_stream import StepOptions, StepStream
-from verl_server.agent.groups.task_source import Tasks, require_tasks
 from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.loops import AgentLoop
 from verl_server.agent.sample_runner import SampleRunner
 from verl_server.agent.samples import SampleGroup
+from verl_server.agent.steps.groups import (
+    GroupFilter,
+    GroupRunner,
+    RunChecker,
+    RunnerCounters,
+    Tasks,
+    get_group_filter,
+    require_tasks,
+    stream_groups,
+)
+from verl_server.agent.steps.journal import FILE_NAME as JOURNAL_NAME
+from verl_server.agent.steps.stream import RolloutStep, StepOptions, StepStream
 from verl_server.agent.tools.tool import Tool
-from verl_server.argument_names import explain_arguments
 from verl_server.errors import BadInputError
-from verl_server.router.token_reports import OnTokens
-from verl_server.server.open_files import raise_open_file_limit
+from verl_server.router.resumable_generation import OnTokens
+from verl_server.server.process import raise_open_file_limit
 from verl_server.trajectory.recorder import FILE_SUFFIX
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
 from verl_server.validation import (
+    explain_arguments,
     make_writable_folder,
     require_bool,
     require_callable,
@@ -223,3 +237,54 @@ class RolloutRunner:
         self.counters.num_turns += 1
         self.counters.num_sampled_tokens += len(reply["output_ids"])
         return reply
+
+
+# -- Progress ---------------------------------------------------------------------------------------
+# Live progress of a rollout on the terminal: finished groups, samples, turns, and sampled tokens per second.
+
+REFRESH_INTERVAL_S = 0.25
+
+
+async def with_progress(
+    runner: RolloutRunner, groups: AsyncIterator[SampleGroup], total: int | None = None, console: Console | None = None
+) -> AsyncIterator[SampleGroup]:
+    """Yield the groups of `runner.run(...)` and show a progress bar meanwhile.
+
+    `total`: number of groups that are expected. None shows no total. `console`: where the bar is shown; None is the
+    standard output. Raises the exceptions of `groups`.
+    """
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("groups  {task.description}"), TimeElapsedColumn())
+    start, tokens_at_start = time.monotonic(), runner.counters.num_sampled_tokens
+    rewards: list[float] = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=total)
+
+        def refresh() -> None:
+            tokens = runner.counters.num_sampled_tokens - tokens_at_start
+            progress.update(bar, description=_describe(runner, tokens / max(time.monotonic() - start, 1e-9), rewards))
+
+        async def refresh_periodically() -> None:
+            while True:
+                refresh()
+                await asyncio.sleep(REFRESH_INTERVAL_S)
+
+        refreshing = asyncio.create_task(refresh_periodically())
+        try:
+            async for group in groups:
+                rewards += [sample.reward for sample in group.samples if sample.reward is not None]
+                progress.advance(bar)
+                refresh()
+                yield group
+        finally:
+            refreshing.cancel()
+            await asyncio.gather(refreshing, return_exceptions=True)
+
+
+def _describe(runner: RolloutRunner, tokens_per_s: float, rewards: list[float]) -> str:
+    """The text beside the progress bar."""
+    counters = runner.counters
+    text = f"{counters.num_running_samples} samples running, {counters.num_finished_samples} finished, "
+    text += f"{counters.num_failed_samples} failed; {counters.num_turns} turns, {tokens_per_s:.0f} tokens/s"
+    if rewards:
+        text += f"; mean reward {sum(rewards) / len(rewards):.3f}"
+    return text

@@ -13,19 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_server.agent.environments.decorators import rewards_of
-from verl_server.agent.environments.environment import RETRY_DELAY_S, Agent
-from verl_server.agent.environments.rewards import Reward, RewardOptions, compute_rewards, total_reward
+from verl_server.agent.engines import GenerateFn
+from verl_server.agent.environments import (
+    RETRY_DELAY_S,
+    Agent,
+    Reward,
+    RewardOptions,
+    compute_rewards,
+    rewards_of,
+    total_reward,
+)
 from verl_server.agent.episodes.episode import Episode
-from verl_server.agent.generate_fn import GenerateFn
-from verl_server.agent.limits import RolloutLimits
+from verl_server.agent.limits import Phase, RolloutLimits, measure
 from verl_server.agent.loops import AgentLoop
-from verl_server.agent.phase_times import Phase, measure
 from verl_server.agent.samples import Sample, Segment, Task, find_finished_sample
 from verl_server.errors import BadInputError, InfrastructureError, ServerBusyError, to_wire
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.inputs import attribute_input, digest
-from verl_server.trajectory.recorder import Recorder
+from verl_server.trajectory.recorder import Recorder, attribute_input, digest
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 
 Outcome = tuple[Sample, Exception | None]

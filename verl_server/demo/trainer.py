@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -21,12 +21,205 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from verl_server import Timeouts, VerlEngine
-from verl_server.demo import grpo, policy, task
 from verl_server.demo.settings import SERVER_ENV, Exam, Ready, Report, Settings, StepMetrics
 from verl_server.errors import VerlServerError
+from verl_server.tiny import Architecture, make_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+# -- Task -------------------------------------------------------------------------------------------
+# The task of the demo: sort five digits in ascending order, then stop.
+#
+# Pure functions over token ids. The vocabulary has twelve tokens: the digits 0 to 9 (each digit is its own id),
+# `SORT` at the end of every prompt, and `END`, which the policy must generate to stop. A policy that generates random
+# tokens has about one correct position in twenty.
+
+SORT = 10
+END = 11
+VOCAB_SIZE = 12
+
+DIGITS = 5
+PROMPT_LENGTH = DIGITS + 1
+MAX_RESPONSE = DIGITS + 2
+"""Maximum number of tokens of a response: the correct answer with its `END`, and one more."""
+
+Prompt = tuple[int, ...]
+
+
+def draw_prompts(rng: random.Random, count: int, *, never: Collection[Prompt] = ()) -> list[Prompt]:
+    """`count` random prompts (digits, then `SORT`), none of them in `never`."""
+    prompts: list[Prompt] = []
+    while len(prompts) < count:
+        prompt = (*(rng.randrange(10) for _ in range(DIGITS)), SORT)
+        if prompt not in never:
+            prompts.append(prompt)
+    return prompts
+
+
+def answer(prompt: Prompt) -> tuple[int, ...]:
+    """The only correct response: the prompt's digits in ascending order, then `END`."""
+    return (*sorted(prompt[:-1]), END)
+
+
+def reward(prompt: Prompt, response: Sequence[int]) -> float:
+    """Fraction of correct positions, 0 to 1. Missing and additional positions count as wrong."""
+    expected = answer(prompt)
+    correct = sum(got == token for got, token in zip(response, expected, strict=False))
+    return correct / max(len(expected), len(response))
+
+
+def show(prompt: Sequence[int], response: Sequence[int]) -> str:
+    """A prompt and its response as text: `3 1 2 5 5 → 1 2 3 5 5 ■`."""
+    names = {SORT: "→", END: "■"}
+    return " ".join(names.get(token, str(token)) for token in (*prompt, *response))
+
+
+# -- Policy -----------------------------------------------------------------------------------------
+# The policy: a tiny transformer with random weights, as a checkpoint and as an FSDP2 module of the trainer.
+
+INITIAL_STD = 0.1
+"""Standard deviation of the initial weights. The initial policy is close to uniform, so that it explores enough."""
+
+
+def write_policy(folder: Path, seed: int) -> None:
+    """Write the checkpoint of an untrained Qwen3 model with two layers and the vocabulary of the task."""
+    from transformers import AutoModelForCausalLM
+
+    config = make_config(Architecture.QWEN3, context_length=64, tie_word_embeddings=True)
+    config.vocab_size = VOCAB_SIZE
+    config.eos_token_id = config.pad_token_id = None
+    config.initializer_range = INITIAL_STD
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def load_sharded(folder: Path, mesh: DeviceMesh) -> Any:
+    """Load the checkpoint as a trainable module whose parameters are sharded over `mesh` (FSDP2)."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Hugging Face names and DTensors of this rank, one at a time, as `update_weights_from_tensor` expects them."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()
+
+
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits (n, t, vocabulary) of token ids (n, t). Causal attention needs no mask for padding on the right."""
+    logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+# -- Grpo -------------------------------------------------------------------------------------------
+# GRPO as pure functions: advantages, the training batch, log-probabilities, the loss.
+#
+# Shapes: `n` samples in the batch, `t` = length of the longest prompt + response. Sequences are padded on the right,
+# so that causal attention never reads padding. `mask[i, j]` is 1.0 where the policy generated token j of sample i.
+#
+# Sources: group-normalised advantages, DeepSeekMath (arXiv 2402.03300) section 4.1.2; clipped ratio, PPO (arXiv
+# 1707.06347) equation 7; one mean over all tokens of the batch instead of one mean per sample, DAPO (arXiv 2503.14476)
+# section 3.3.
+
+
+@dataclass(frozen=True)
+class GrpoSample:
+    """One prompt and one response of the policy, with its reward."""
+
+    prompt: tuple[int, ...]  # token ids
+    response: tuple[int, ...]  # token ids
+    logprobs: tuple[float, ...]  # one per response token, from the rollout server
+    reward: float  # 0 to 1
+    advantage: float = 0.0  # from `group_advantages`
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples as padded tensors."""
+
+    tokens: torch.Tensor  # (n, t) int64
+    mask: torch.Tensor  # (n, t) float32, 1.0 on response tokens
+    rollout_logprobs: torch.Tensor  # (n, t) float32, 0.0 outside the mask
+    advantages: torch.Tensor  # (n,) float32
+
+
+def group_advantages(rewards: Sequence[float], group: int, eps: float = 1e-4) -> list[float]:
+    """(reward - mean of the group) / (standard deviation of the group + eps) for each reward.
+
+    `group` is the number of consecutive rewards that belong to one prompt. If all rewards of a group are equal, its
+    advantages are zero.
+    """
+    grouped = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
+    centred = grouped - grouped.mean(dim=1, keepdim=True)
+    normalised: list[float] = (centred / (grouped.std(dim=1, keepdim=True) + eps)).flatten().tolist()
+    return normalised
+
+
+def make_batch(samples: Sequence[GrpoSample], pad: int) -> Batch:
+    """Pad all samples on the right to the length of the longest. `pad` is any valid token id; the mask excludes it."""
+    length = max(len(sample.prompt) + len(sample.response) for sample in samples)
+    tokens = torch.full((len(samples), length), pad, dtype=torch.int64)
+    mask = torch.zeros(len(samples), length)
+    logprobs = torch.zeros(len(samples), length)
+    for row, sample in enumerate(samples):
+        start, stop = len(sample.prompt), len(sample.prompt) + len(sample.response)
+        tokens[row, :stop] = torch.tensor((*sample.prompt, *sample.response))
+        mask[row, start:stop] = 1.0
+        logprobs[row, start:stop] = torch.tensor(sample.logprobs)
+    return Batch(tokens, mask, logprobs, torch.tensor([sample.advantage for sample in samples]))
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of every token given the tokens before it, and the entropy of its distribution; both (n, t).
+
+    `logits` is (n, t, vocabulary), as the model returns it: position j predicts token j + 1. Column 0 has no prediction
+    and is zero.
+    """
+    distribution = logits[:, :-1].log_softmax(dim=-1)
+    chosen = distribution.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    entropy = -(distribution.exp() * distribution).sum(dim=-1)
+    return _shift(chosen), _shift(entropy)
+
+
+def _shift(values: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (1, 0))
+
+
+def policy_loss(
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    batch: Batch,
+    *,
+    clip: float,
+    entropy_weight: float,
+    num_tokens: float,
+) -> torch.Tensor:
+    """Clipped policy loss of `batch` minus the entropy bonus: the sum over the mask, divided by `num_tokens`.
+
+    `num_tokens` is the number of response tokens over which the mean is taken. With data-parallel ranks, whose
+    gradients are averaged, it is the number of tokens of all ranks divided by the number of ranks.
+    """
+    ratio = (logprobs - batch.rollout_logprobs).exp()
+    advantages = batch.advantages[:, None]
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
+    return -((gain + entropy_weight * entropy) * batch.mask).sum() / num_tokens
+
+
+def logprob_gap(logprobs: torch.Tensor, batch: Batch) -> tuple[float, float]:
+    """Maximum and sum of the absolute differences between trainer and server logprobs, over response tokens."""
+    gap = (logprobs - batch.rollout_logprobs).abs() * batch.mask
+    return float(gap.max()), float(gap.sum())
+
+
+# -- Trainer ----------------------------------------------------------------------------------------
 
 COLLECTIVE_TIMEOUT_S = 120.0
 TIMEOUTS = Timeouts(start_s=300.0, ranks_s=300.0, generation_s=120.0, weights_s=120.0)
@@ -39,10 +232,10 @@ def train(rank: int, settings: Settings, workdir: Path, log_dir: Path, report: C
     with _process_group(rank, settings.ranks, workdir / "rendezvous") as mesh:
         folder = workdir / "policy"
         if rank == 0:
-            policy.write_policy(folder, settings.seed)
+            write_policy(folder, settings.seed)
         dist.barrier()
         with _engine(mesh, folder, settings, log_dir) as engine:
-            trainer = Trainer(rank, settings, engine, policy.load_sharded(folder, mesh))
+            trainer = Trainer(rank, settings, engine, load_sharded(folder, mesh))
             if rank == 0:
                 parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
                 report(Ready(time.monotonic() - started, parameters))
@@ -83,7 +276,7 @@ def _engine(mesh: DeviceMesh, folder: Path, settings: Settings, log_dir: Path) -
         skip_tokenizer_init=True,
         context_length=64,
         max_running_requests=samples,
-        max_total_tokens=2 * samples * (task.PROMPT_LENGTH + task.MAX_RESPONSE),
+        max_total_tokens=2 * samples * (PROMPT_LENGTH + MAX_RESPONSE),
         random_seed=settings.seed,
         log_level="warning",
     )
@@ -99,7 +292,7 @@ class Trainer:
         )
         # Equal on every rank, so that all ranks send the same prompts.
         self._rng = random.Random(settings.seed)
-        self._exam_prompts = task.draw_prompts(self._rng, settings.exam_prompts)
+        self._exam_prompts = draw_prompts(self._rng, settings.exam_prompts)
 
     def step(self, step: int) -> StepMetrics:
         """Run one training step and return its metrics."""
@@ -108,7 +301,7 @@ class Trainer:
         rolled_out = time.monotonic()
         gap_max, gap_mean = self._train(samples, step)
         trained = time.monotonic()
-        self.engine.update_weights_from_tensor(policy.named_weights(self.model))
+        self.engine.update_weights_from_tensor(named_weights(self.model))
         synced = time.monotonic()
         return StepMetrics(
             step=step,
@@ -121,7 +314,7 @@ class Trainer:
             train_s=trained - rolled_out,
             sync_s=synced - trained,
             weight_version=version,
-            example=task.show(samples[0].prompt, samples[0].response),
+            example=show(samples[0].prompt, samples[0].response),
         )
 
     def exam(self) -> Exam:
@@ -132,26 +325,24 @@ class Trainer:
             solved=fmean(sample.reward == 1.0 for sample in samples),
             questions=len(samples),
             weight_version=version,
-            examples=tuple(task.show(sample.prompt, sample.response) for sample in samples[:3]),
+            examples=tuple(show(sample.prompt, sample.response) for sample in samples[:3]),
         )
 
-    def _rollout(self, step: int) -> tuple[list[grpo.GrpoSample], int]:
+    def _rollout(self, step: int) -> tuple[list[GrpoSample], int]:
         """Generate a group of responses for each prompt. Returns samples with advantages, and their weight version."""
         settings = self.settings
-        drawn = task.draw_prompts(self._rng, settings.prompts, never=frozenset(self._exam_prompts))
+        drawn = draw_prompts(self._rng, settings.prompts, never=frozenset(self._exam_prompts))
         prompts = [prompt for prompt in drawn for _ in range(settings.group)]
         params = [{"temperature": 1.0, "sampling_seed": self._rng.getrandbits(31)} for _ in prompts]
         samples, version = self._generate(prompts, params)
         if version != step:
             raise VerlServerError(f"step {step} expected rollouts of weight version {step}, got version {version}")
-        advantages = grpo.group_advantages([sample.reward for sample in samples], settings.group)
+        advantages = group_advantages([sample.reward for sample in samples], settings.group)
         return [replace(sample, advantage=a) for sample, a in zip(samples, advantages, strict=True)], version
 
-    def _generate(
-        self, prompts: Sequence[task.Prompt], params: Sequence[dict[str, Any]]
-    ) -> tuple[list[grpo.GrpoSample], int]:
+    def _generate(self, prompts: Sequence[Prompt], params: Sequence[dict[str, Any]]) -> tuple[list[GrpoSample], int]:
         """Generate one response per prompt. Returns samples with rewards, and the weight version of all responses."""
-        common = {"max_new_tokens": task.MAX_RESPONSE, "stop_token_ids": [task.END]}
+        common = {"max_new_tokens": MAX_RESPONSE, "stop_token_ids": [END]}
         replies = self.engine.generate(
             input_ids=[list(prompt) for prompt in prompts],
             sampling_params=[{**common, **own} for own in params],
@@ -162,7 +353,7 @@ class Trainer:
             raise VerlServerError(f"one batch was generated with several weight versions: {sorted(versions)}")
         return [_make_sample(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)], versions.pop()
 
-    def _train(self, samples: Sequence[grpo.GrpoSample], step: int) -> tuple[float, float]:
+    def _train(self, samples: Sequence[GrpoSample], step: int) -> tuple[float, float]:
         """Run the optimizer steps on this rank's part of the batch. Returns the logprob gap (maximum, mean)."""
         settings = self.settings
         gap = self._logprob_gap(samples)
@@ -174,20 +365,20 @@ class Trainer:
         return gap
 
     @torch.no_grad()
-    def _logprob_gap(self, samples: Sequence[grpo.GrpoSample]) -> tuple[float, float]:
+    def _logprob_gap(self, samples: Sequence[GrpoSample]) -> tuple[float, float]:
         """Maximum and mean logprob gap of the whole batch, while trainer and server have the same weights."""
         batch = self._make_own_batch(samples)
-        logprobs, _ = grpo.token_logprobs(policy.logits_of(self.model, batch.tokens), batch.tokens)
-        largest, total = (torch.tensor(value) for value in grpo.logprob_gap(logprobs, batch))
+        logprobs, _ = token_logprobs(logits_of(self.model, batch.tokens), batch.tokens)
+        largest, total = (torch.tensor(value) for value in logprob_gap(logprobs, batch))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         dist.all_reduce(total)
         return float(largest), float(total) / _count_tokens(samples)
 
-    def _update(self, samples: Sequence[grpo.GrpoSample], entropy_weight: float) -> None:
+    def _update(self, samples: Sequence[GrpoSample], entropy_weight: float) -> None:
         """Run one optimizer step on a minibatch; each rank computes its part."""
         settings, batch = self.settings, self._make_own_batch(samples)
-        logprobs, entropy = grpo.token_logprobs(policy.logits_of(self.model, batch.tokens), batch.tokens)
-        loss = grpo.policy_loss(
+        logprobs, entropy = token_logprobs(logits_of(self.model, batch.tokens), batch.tokens)
+        loss = policy_loss(
             logprobs,
             entropy,
             batch,
@@ -200,20 +391,18 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _make_own_batch(self, samples: Sequence[grpo.GrpoSample]) -> grpo.Batch:
+    def _make_own_batch(self, samples: Sequence[GrpoSample]) -> Batch:
         """This rank's part of the samples as tensors."""
-        return grpo.make_batch(samples[self.rank :: self.settings.ranks], pad=task.END)
+        return make_batch(samples[self.rank :: self.settings.ranks], pad=END)
 
 
-def _count_tokens(samples: Sequence[grpo.GrpoSample]) -> int:
+def _count_tokens(samples: Sequence[GrpoSample]) -> int:
     return sum(len(sample.response) for sample in samples)
 
 
-def _make_sample(prompt: task.Prompt, reply: dict[str, Any]) -> grpo.GrpoSample:
+def _make_sample(prompt: Prompt, reply: dict[str, Any]) -> GrpoSample:
     token_logprobs = reply["meta_info"]["output_token_logprobs"]
     response = tuple(int(token) for _, token, *_ in token_logprobs)
     if list(response) != list(reply["output_ids"]):
         raise VerlServerError(f"the logprobs of the reply belong to other tokens than its output_ids: {reply}")
-    return grpo.GrpoSample(
-        prompt, response, tuple(float(lp) for lp, *_ in token_logprobs), task.reward(prompt, response)
-    )
+    return GrpoSample(prompt, response, tuple(float(lp) for lp, *_ in token_logprobs), reward(prompt, response))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from verl_server.doctor.finding import Finding, Level
+from verl_server.doctor.report import Finding, Level
 
 __all__ = ["Finding", "Level", "examine", "examine_gateway"]
 
@@ -31,34 +31,36 @@ def examine(
     not that of this process, and `engine_kind` the engine of the server, "sglang" or "vllm"; None is the engine that
     the environment of the server has. Raises BadInputError for another `engine_kind`.
     """
-    from verl_server.doctor import accelerator, checkpoint, hardware, leftovers, limits, memory, network, packages
-    from verl_server.doctor import server_environment as environment
-    from verl_server.doctor.vllm import variables
-    from verl_server.platforms.available_memory import available_memory
+    from verl_server.doctor import accelerator, machine
+    from verl_server.doctor import engine as environment
+    from verl_server.doctor import engine as packages
+    from verl_server.doctor import engine as variables
+    from verl_server.doctor import model as checkpoint
+    from verl_server.platforms.limits import available_memory
 
     if engine_kind is not None:
         environment.require_engine_kind(engine_kind)
-    facts = hardware.probe()
+    facts = machine.probe()
     is_own = server_python is None
     own_kind = engine_kind or environment.find_own_engine_kind()
     if is_own and own_kind == "sglang":
         engine = environment.InstalledEngine("sglang")
-        sections = {"Packages": packages.examine(nvidia=facts.accelerator == "cuda")}
+        sections = {"Packages": packages.examine_packages(nvidia=facts.accelerator == "cuda")}
     else:
-        found, engine = environment.examine(
+        found, engine = environment.examine_server_environment(
             server_python or sys.executable, facts, engine_kind=own_kind if is_own else engine_kind
         )
         sections = {"Packages": found} if is_own else {
             "Packages": packages.examine_trainer(), f"Server {server_python}": found
         }  # fmt: skip
     sections["Compute"] = accelerator.examine(facts, runs_servers=is_own and engine.kind == "sglang")
-    sections["Memory"] = [*memory.examine(), *leftovers.examine()]
-    sections["System"] = [*limits.examine(), *network.examine()]
+    sections["Memory"] = [*machine.examine_memory(), *machine.examine_leftovers()]
+    sections["System"] = [*machine.examine_limits(), *machine.examine_network()]
     if engine.kind == "vllm":
         on_cpu = facts.accelerator is None
-        sections["System"] += variables.examine(os.environ, tp=tp, free=available_memory(), on_cpu=on_cpu)
+        sections["System"] += variables.examine_variables(os.environ, tp=tp, free=available_memory(), on_cpu=on_cpu)
     if model is not None:
-        sections[f"Model {model}"] = checkpoint.examine(model, facts, tp=tp, dtype=dtype, engine=engine)
+        sections[f"Model {model}"] = checkpoint.examine_checkpoint(model, facts, tp=tp, dtype=dtype, engine=engine)
     return sections
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from importlib import metadata
 
-from verl_server.doctor.finding import Finding, fail, gib, ok, warn
-from verl_server.doctor.hardware import Gpu, Hardware
+from verl_server.doctor.machine import Gpu, Hardware
+from verl_server.doctor.report import Finding, fail, gib, ok, warn
 
 PLATFORM_GROUP = "sglang.srt.platforms"
 OUR_PLATFORM = "verl_server_cpu"

@@ -8,7 +8,7 @@ from typing import Any
 
 import requests
 
-from verl_server.doctor.finding import Finding, fail, ok, warn
+from verl_server.doctor.report import Finding, fail, ok, warn
 
 TIMEOUT_S = 20.0
 """Seconds for one request. The gateway needs up to 15 s to notice that the engine generates nothing."""

@@ -1,13 +1,21 @@
-"""Checks of a model's configuration and tokenizer files. Imports no torch."""
+"""Checks of a model: its files, its architecture and the memory for it, for SGLang and for vLLM."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
-from verl_server.adapter.model_files import ModelFacts
-from verl_server.doctor.finding import Finding, fail, ok, warn
+from verl_server.adapter.model_files import ModelFacts, read_facts
+from verl_server.doctor.engine import InstalledEngine
+from verl_server.doctor.machine import SERVER_BYTES, Hardware
+from verl_server.doctor.report import Finding, Level, check_devices, check_ranks, fail, gib, ok, warn
+from verl_server.platforms.limits import available_memory
+from verl_server.vllm_server.start import explain_head_size
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
@@ -72,3 +80,341 @@ def known_to_transformers(model_type: str) -> bool:
     if spec is None or not spec.submodule_search_locations or not model_type:
         return False
     return (Path(spec.submodule_search_locations[0]) / "models" / model_type.replace("-", "_")).is_dir()
+
+
+# -- Weights ----------------------------------------------------------------------------------------
+# Checks of a model's weight files: whether they are complete, and whether the weights fit into memory.
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
+FLOATS = {"F64", "F32", "F16", "BF16"}
+INDEX = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
+MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
+#: Share of a GPU's free memory that the weights may use. The KV cache, activations and CUDA graphs need the rest.
+WEIGHTS_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Sizes of all weight files of a folder."""
+
+    files: int
+    """Number of files."""
+    elements: int
+    """Number of elements of the floating point tensors."""
+    other_bytes: int
+    """Bytes of all other tensors, which are served without conversion."""
+    stored_bytes: int
+    """Bytes of all tensors in the files."""
+
+
+def serving_item_bytes(facts: ModelFacts, dtype: str, *, on_cpu: bool) -> int:
+    """Bytes per element in the server. `auto` is the checkpoint's dtype; on a GPU, float32 becomes float16."""
+    name = dtype
+    if dtype == "auto":
+        name = "float16" if facts.dtype == "float32" and not on_cpu else facts.dtype
+    return ITEM_BYTES.get(name, 2)
+
+
+def served_bytes(weights: Weights, facts: ModelFacts, item_bytes: int) -> int:
+    """Bytes of the whole model in the server. Quantized weights are not converted."""
+    if facts.quantized:
+        return weights.stored_bytes
+    return weights.elements * item_bytes + weights.other_bytes
+
+
+def kv_bytes_per_token(facts: ModelFacts, tp: int, item_bytes: int) -> int:
+    """Bytes of one token in the KV cache of one rank."""
+    if facts.latent:
+        return facts.layers * facts.latent * item_bytes
+    return facts.layers * 2 * max(facts.kv_heads // tp, 1) * facts.head_dim * item_bytes
+
+
+def check_fit(weights_bytes: int, kv_token: int, *, tp: int, free: int, on_cpu: bool, context: int) -> Finding:
+    """Check whether the weights and a KV cache fit into the free memory.
+
+    `free` is bytes of the machine on a CPU, where all ranks share the memory, otherwise of the GPU with the least
+    free memory, which one rank uses. `kv_token` is bytes per token and rank; `context` is a number of tokens.
+    """
+    need = weights_bytes + SERVER_BYTES if on_cpu else weights_bytes // tp
+    detail = (
+        f"weights {gib(weights_bytes)}, free memory {gib(free)}"
+        if on_cpu
+        else f"weights per rank {gib(need)}, free memory per GPU {gib(free)}"
+    )
+    if need > free:
+        return fail(
+            "Fits",
+            detail,
+            symptom="while it loads the weights, the server ends with out of memory or `killed by SIGKILL`",
+            fix="Use a smaller dtype (--dtype bfloat16), " + ("more memory" if on_cpu else f"more ranks than --tp {tp}")
+            + ", or a smaller or quantized model.",
+        )  # fmt: skip
+    tokens = (free - need) // max(kv_token * (tp if on_cpu else 1), 1)
+    detail += f"; KV cache {kv_token / 1024:.1f} KiB per token and rank, at most {tokens:,} tokens"
+    if tokens < context or (not on_cpu and need > free * WEIGHTS_SHARE):
+        return warn(
+            "Fits",
+            detail,
+            symptom="the server reports too little memory for the KV cache, or queues most requests",
+            fix=f"Use --context-length below {context}, a smaller dtype, or more ranks.",
+        )
+    return ok("Fits", detail)
+
+
+def check_files(weights: Weights | None, problems: list[str]) -> Finding:
+    """Check that the folder has weight files and that they are complete."""
+    if problems:
+        return fail(
+            "Weight files",
+            "; ".join(problems),
+            symptom="the server ends during its start with SafetensorError (incomplete metadata, header too large)",
+            fix="Download the named files again (git lfs pull, or hf download), and check the free space of the disk.",
+        )
+    if weights is None:
+        return warn(
+            "Weight files",
+            "the folder has no .safetensors files",
+            symptom="RuntimeError: Cannot find any model weights",
+            fix="Download the weights, convert them to safetensors, or start with --load-format dummy.",
+        )
+    return ok("Weight files", f"{weights.files} complete, {gib(weights.stored_bytes)}")
+
+
+def read_weights(folder: Path) -> tuple[Weights | None, list[str]]:
+    """Read the headers of the safetensors files. Returns the sizes (None without files) and the problems."""
+    names = {file.name for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")}
+    if (folder / INDEX).is_file():
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    elements = other = stored = 0
+    problems = []
+    for name in sorted(names):
+        header, problem = read_header(folder / name)
+        if problem:
+            problems.append(f"{name} {problem}")
+        for key, tensor in header.items():
+            if key == "__metadata__":
+                continue
+            size = tensor["data_offsets"][1] - tensor["data_offsets"][0]
+            stored += size
+            if tensor["dtype"] in FLOATS:
+                elements += prod(tensor["shape"])
+            else:
+                other += size
+    return (Weights(len(names), elements, other, stored) if names else None), problems
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], str]:
+    """Read the header of a safetensors file (8 bytes of length, then JSON).
+
+    Returns the header, and the problem of the file or "".
+    """
+    if not file.is_file():
+        return {}, "is in the index but missing"
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            return {}, "is a git-lfs pointer instead of the file"
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            return {}, "is truncated or not a safetensors file"
+        opened.seek(8)
+        try:
+            header: dict[str, Any] = json.loads(opened.read(length))
+        except ValueError:
+            return {}, "has a damaged header"
+    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+    if size != 8 + length + end:
+        return header, f"has {size} bytes but should have {8 + length + end}"
+    return header, ""
+
+
+def weights_of_config(folder: Path) -> Weights | None:
+    """The sizes of a model without weight files, from building the model on torch's meta device.
+
+    This takes seconds. None if transformers cannot build the model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    except (OSError, ValueError, ImportError):
+        return None
+    elements = sum(int(parameter.numel()) for parameter in model.parameters())
+    return Weights(0, elements, 0, 0)
+
+
+# -- Model ------------------------------------------------------------------------------------------
+# Checks whether vLLM can serve a model. They read vLLM's source files and import nothing of it.
+
+REGISTRY = Path("model_executor/models/registry.py")
+CPU_ATTENTION = Path("v1/attention/backends/cpu_attn.py")
+HEAD_SIZES = re.compile(r"def get_supported_head_sizes\(.*?return \[([\d, ]+)\]", re.DOTALL)
+
+
+def known_to_vllm(folder: Path, architecture: str) -> bool | None:
+    """Whether vLLM's registry names the class. None if there is no such file. `folder`: that of the package vllm."""
+    registry = folder / REGISTRY
+    return f'"{architecture}"' in registry.read_text(encoding="utf-8") if registry.is_file() else None
+
+
+def read_head_sizes(folder: Path) -> list[int]:
+    """The head sizes that vLLM's attention on a CPU computes. Empty if its source file does not list them."""
+    source = folder / CPU_ATTENTION
+    found = HEAD_SIZES.search(source.read_text(encoding="utf-8")) if source.is_file() else None
+    return [int(size) for size in found[1].split(",") if size.strip()] if found else []
+
+
+def check_vllm_architecture(facts: ModelFacts, folder: Path) -> Finding:
+    """Check whether vLLM supports the architecture."""
+    title, symptom = "Architecture", "the server ends with: Model architectures [...] are not supported for now"
+    if facts.architecture and known_to_vllm(folder, facts.architecture) is not False:
+        return ok(title, facts.architecture)
+    if facts.architecture and (facts.own_code or known_to_transformers(facts.model_type)):
+        return warn(
+            title,
+            f"{facts.architecture} is not a model of vLLM; its slower transformers backend can perhaps serve it",
+            symptom=symptom,
+            fix="Start the server with model_impl='transformers'"
+            + (" and trust_remote_code=True. Weight updates of it are not tested." if facts.own_code else "."),
+        )
+    return fail(
+        title,
+        f"neither vLLM nor transformers supports {facts.architecture}"
+        if facts.architecture
+        else "config.json has no architecture",
+        symptom=symptom,
+        fix="Choose another model, or correct the architectures in config.json.",
+    )
+
+
+def check_head_size(facts: ModelFacts, sizes: list[int]) -> Finding | None:
+    """Check the size of the model's attention heads on a CPU. None if it is not known which sizes vLLM computes."""
+    if not sizes or not facts.head_dim:
+        return None
+    refusal = explain_head_size({"head_dim": facts.head_dim, "kv_lora_rank": facts.latent}, sizes)
+    if refusal is None:
+        return ok("Head size", f"{facts.head_dim} elements")
+    detail, _, fix = refusal.rpartition(": ")
+    return fail(
+        "Head size",
+        detail,
+        symptom="BadInputError when a server starts. A server that is started without this library ends at its first "
+        "token",
+        fix=f"{fix[0].upper()}{fix[1:]}.",
+    )
+
+
+def examine_vllm_model(facts: ModelFacts, folder: Path | None, *, tp: int, on_cpu: bool) -> list[Finding]:
+    """Check a model. `folder`: that of the package vllm; None if vLLM is not installed, which another check reports."""
+    heads = check_head_size(facts, read_head_sizes(folder)) if folder is not None and on_cpu else None
+    symptom = "the server ends during its start: must be divisible by tensor parallel size, or not divisible by"
+    ranks = [
+        finding if finding.level is Level.OK or finding.title == "Experts" else replace(finding, symptom=symptom)
+        for finding in check_ranks(facts, tp, on_cpu=False)
+    ]
+    architecture = [] if folder is None else [check_vllm_architecture(facts, folder)]
+    return [*architecture, *([heads] if heads else []), *ranks]
+
+
+# -- Checkpoint -------------------------------------------------------------------------------------
+# All checks of one model: its folder, its configuration, its weights, and whether they fit on this machine.
+
+
+def find_folder(model: str) -> Path | None:
+    """The folder of a model: a path, or the local cache of a model of the Hugging Face Hub. None without a folder."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if not is_hub_name(model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether `model` has the form `organisation/name` and is not a path."""
+    return model.count("/") == 1 and not model.startswith(("/", ".", "~"))
+
+
+def check_missing(model: str) -> Finding:
+    """The finding for a model whose folder `find_folder` did not find."""
+    if is_hub_name(model):
+        return warn(
+            "Model",
+            f"{model} is not in the local cache: the first start downloads it, and it was not checked",
+            symptom="the first start waits for the download and can exceed the start deadline",
+            fix=f"Run `hf download {model}`, then run verl-server doctor again.",
+        )
+    return fail(
+        "Model",
+        f"{model} is not a folder",
+        symptom="the server ends during its start",
+        fix="Correct the path, or write a name on the Hugging Face Hub as organisation/name.",
+    )
+
+
+def read_config(folder: Path) -> tuple[ModelFacts | None, Finding]:
+    """Read the model's `config.json`. Returns its facts (None if unreadable) and a finding about the file."""
+    try:
+        facts = read_facts(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return None, fail(
+            "Model",
+            f"config.json cannot be read: {error}",
+            symptom="the server ends during its start",
+            fix="Pass the folder that holds config.json: the folder that save_pretrained wrote, or the Hub snapshot.",
+        )
+    sizes = f"{facts.layers} layers, vocabulary {facts.vocab}, context {facts.context}, {facts.dtype}"
+    return facts, ok("Model", f"{facts.model_type}: {sizes}")
+
+
+def check_memory_of(folder: Path, facts: ModelFacts, hardware: Hardware, *, tp: int, dtype: str) -> list[Finding]:
+    """Check the weight files and whether the weights fit into the free memory."""
+    weights, problems = read_weights(folder)
+    found = [check_files(weights, problems)]
+    on_cpu = hardware.accelerator is None
+    free = available_memory() if on_cpu else min((gpu.free for gpu in hardware.gpus[:tp]), default=0)
+    if weights is None and not facts.own_code:
+        weights = weights_of_config(folder)
+    if weights is None or problems or not free:
+        return found
+    item = serving_item_bytes(facts, dtype, on_cpu=on_cpu)
+    kv_token = kv_bytes_per_token(facts, tp, item)
+    total = served_bytes(weights, facts, item)
+    return [*found, check_fit(total, kv_token, tp=tp, free=free, on_cpu=on_cpu, context=facts.context)]
+
+
+def examine_checkpoint(
+    model: str, hardware: Hardware, *, tp: int, dtype: str, engine: InstalledEngine | None = None
+) -> list[Finding]:
+    """Check a model against this machine and an engine, by default SGLang. Starts no server and downloads nothing."""
+    folder = find_folder(model)
+    if folder is None:
+        return [check_missing(model)]
+    facts, readable = read_config(folder)
+    if facts is None:
+        return [readable]
+    on_cpu = hardware.accelerator is None
+    devices = check_devices(tp, accelerator=hardware.accelerator, devices=hardware.devices, cores=hardware.cores)
+    if engine is not None and engine.kind == "vllm":
+        of_engine = examine_vllm_model(facts, engine.folder, tp=tp, on_cpu=on_cpu)
+    else:
+        architecture = check_architecture(
+            facts,
+            in_sglang=known_to_sglang(facts.architecture),
+            in_transformers=known_to_transformers(facts.model_type),
+        )
+        of_engine = [architecture, *check_ranks(facts, tp, on_cpu=on_cpu)]
+    return [
+        readable,
+        *of_engine,
+        *([devices] if devices else []),
+        check_tokenizer({file.name for file in folder.iterdir()}),
+        *check_memory_of(folder, facts, hardware, tp=tp, dtype=dtype),
+    ]

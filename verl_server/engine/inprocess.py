@@ -16,26 +16,24 @@ from typing import Any, TypeVar
 
 import orjson
 
-from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
+from verl_server.adapter.client import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.model_files import read_model_configs
-from verl_server.adapter.sglang.pushable import require_unpacked_experts
 from verl_server.adapter.sglang.replies import parameter_dtypes, prompt_limits, require_logprobs
-from verl_server.adapter.sglang.request_fields import explain_refusal, require_known_fields
-from verl_server.adapter.sglang.requests import generate_payload
+from verl_server.adapter.sglang.requests import explain_refusal, generate_payload, require_known_fields
 from verl_server.adapter.sglang.server_arguments import (
     WEIGHT_LOADER,
     loses_weights,
     require_lora,
     require_memory_saver,
+    require_unpacked_experts,
 )
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
 from verl_server.server.server_main import REFUSAL, explain_bad_argument
-from verl_server.server.warden.process_tree import list_descendants
-from verl_server.server.warden.shared_memory_files import find_shared_memory, remove_shared_memory
+from verl_server.server.warden.processes import find_shared_memory, list_descendants, remove_shared_memory
 from verl_server.types import Json, ServerInfo, parse_weight_version
-from verl_server.weights.transports.message import message_as_named_tensors
-from verl_server.weights.update.servers import ReplayFn
+from verl_server.weights.transports.base import message_as_named_tensors
+from verl_server.weights.update.options import ReplayFn
 
 R = TypeVar("R")
 

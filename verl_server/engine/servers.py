@@ -12,18 +12,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.adapter.memory_tags import tags_to_release, tags_to_resume, undefined_weights_reason
-from verl_server.adapter.sglang.pushable import require_pushable
+from verl_server.adapter.client import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.sglang.replies import parameter_dtypes
-from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, require_generating_server
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, require_generating_server, require_pushable
 from verl_server.config import AdapterConfig, EngineKind, PauseMode, RemoteServer
 from verl_server.errors import BadInputError, ServerError, VerlServerError
-from verl_server.ranks.machine import is_loopback, own_address
-from verl_server.server.supervisor import AbortCheck
+from verl_server.ranks.placement import is_loopback, own_address
+from verl_server.server.process import AbortCheck
 from verl_server.types import Json, ServerInfo, parse_weight_version
 from verl_server.weights.owner import owner_fields
-from verl_server.weights.transports.message import serialize_message
-from verl_server.weights.update.servers import ReplayFn
+from verl_server.weights.transports.base import serialize_message
+from verl_server.weights.update.options import ReplayFn
 
 _updated_by: dict[str, int] = {}
 """For each server process, by its id: the id of the `HttpServers` of this process that has updated it last."""

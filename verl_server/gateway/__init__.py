@@ -5,24 +5,21 @@
 1. `http/app.py` reads the request, `http/access.py` finds the session by its key.
 2. A file in `dialects/` converts the body to a `TurnRequest` (`conversation.py`).
 3. `sessions/session.py` finds the recorded path that the conversation continues (`history.py`), appends the tokens of
-   the new messages, and lets the policy generate (`generation.py`).
-4. `turn_text/turn_parsing.py` splits the tokens of the turn, and the dialect writes the reply. For a stream,
-   `turn_text/turn_splitter.py` splits the tokens so far (`turn_progress.py`), and the dialect writes their events.
+   the new messages, and lets the policy generate (`turns.py`).
+4. `turn_text/splitting.py` splits the tokens of the turn, or those so far of a stream, and the dialect writes them.
 
-`engines/` has what generates, `health.py` and `metrics.py` what operators read.
+`engines.py` has what generates, `health.py` what operators read.
 
 `sessions/session_store.py` creates and ends sessions, `http/admin.py` has the API for that. At the end of a session,
-`sessions/conversation_labels.py` labels its conversations: the main conversation, its sub-agents, and side calls.
-`programs/` runs agent programs as samples of a `RolloutRunner`, each with a gateway of its own.
+`sessions/history.py` labels its conversations: the main conversation, its sub-agents, and side calls.
+`programs.py` runs agent programs as samples of a `RolloutRunner`, each with a gateway of its own.
 """
 
-from verl_server.gateway.engines.discovered_servers import DiscoveredServers
+from verl_server.gateway.engines import DiscoveredServers
 from verl_server.gateway.gateway import Gateway
-from verl_server.gateway.programs.program_loop import ProgramAgentLoop
-from verl_server.gateway.programs.variables import program_variables
-from verl_server.gateway.sessions.conversation_kinds import TRAINED_KINDS, ConversationKind
-from verl_server.gateway.sessions.conversation_labels import label_conversations, trained_ends
-from verl_server.gateway.sessions.session_info import SessionInfo
+from verl_server.gateway.programs import ProgramAgentLoop, program_variables
+from verl_server.gateway.sessions.history import TRAINED_KINDS, ConversationKind, label_conversations, trained_ends
+from verl_server.gateway.sessions.session_store import SessionInfo
 
 __all__ = [
     "TRAINED_KINDS",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError
-from verl_server.ranks.machine import is_loopback
-from verl_server.server.open_files import open_file_limit
+from verl_server.ranks.placement import is_loopback
+from verl_server.server.process import open_file_limit
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
 from verl_server.validation import require_bool, require_key, require_list, require_seconds

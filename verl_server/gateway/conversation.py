@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -231,3 +232,10 @@ def _match_results(results: Sequence[Json], ids: Sequence[str], waiting: dict[in
 def as_template_call(call_id: str, name: str, arguments: str | Json) -> Json:
     """A tool call in the form of chat templates. `arguments`: a dict, or JSON text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# -- Context ----------------------------------------------------------------------------------------
+# What the tasks of a request know about it.
+
+ARRIVED_AT: ContextVar[float | None] = ContextVar("verl_gateway_arrived_at", default=None)
+"""Time at which the request arrived (`time.monotonic`). A generation is a task that its first request has started."""

@@ -16,30 +16,24 @@ from typing import Any, Self, TypeVar
 import uvicorn
 import uvloop
 
-from verl_server.agent.engine_access import Engine
+from verl_server.agent.engines import Engine
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
 from verl_server.gateway.config import GatewayConfig, require_gateway_arguments
-from verl_server.gateway.engines.engine_source import EngineSource
-from verl_server.gateway.engines.known_engine import make_source
+from verl_server.gateway.engines import EngineSource, make_source
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.health import GatewayHealth
-from verl_server.gateway.http.app import make_app
-from verl_server.gateway.http.server import make_server
-from verl_server.gateway.loop_calls import await_in_loop, call_in_loop
-from verl_server.gateway.metrics import GatewayMetrics
-from verl_server.gateway.records.folder_lock import REFRESH_S, FolderLock
-from verl_server.gateway.records.observed_recorder import ObservedRecorder
+from verl_server.gateway.health import GatewayHealth, GatewayMetrics
+from verl_server.gateway.http.app import make_app, make_server
+from verl_server.gateway.records import REFRESH_S, FolderLock, ObservedRecorder
 from verl_server.gateway.sessions.session import Session
-from verl_server.gateway.sessions.session_info import SessionInfo, as_json, require_token_limit
-from verl_server.gateway.sessions.session_store import SessionStore
-from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.worker_threads import call_in_thread
-from verl_server.server.open_files import raise_open_file_limit, start_thread
-from verl_server.server.ports import bind, join_host_port, listen
+from verl_server.gateway.sessions.session_store import SessionInfo, SessionStore, as_json, require_token_limit
+from verl_server.gateway.sessions.turns import Slots
+from verl_server.gateway.threads import await_in_loop, call_in_loop, call_in_thread
+from verl_server.server.launch import bind, join_host_port, listen
+from verl_server.server.process import raise_open_file_limit, start_thread
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.view.token_texts import decoder_of
+from verl_server.trajectory.view.model import decoder_of
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from verl_server.gateway.dialects.content import NO_IMAGES, decode_base64, repla
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.messages import Message, image_sources
-from verl_server.trajectory.rendering.vision_renderer import VisionRenderer
+from verl_server.trajectory.rendering.vision import VisionRenderer
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats of the public APIs. Pillow would try all of its formats."""

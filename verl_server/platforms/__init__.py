@@ -13,7 +13,7 @@ import os
 
 PLATFORM_CLASS = "verl_server.platforms.cpu:TorchNativeCpuPlatform"
 #: The entry points of `setup.py` that SGLang calls, by group. A server whose environment does not have this package
-#: installed gets them from a folder on its `PYTHONPATH`, see `verl_server/server/interpreter/package_folder.py`.
+#: installed gets them from a folder on its `PYTHONPATH`, see `verl_server/server/environment.py`.
 ENTRY_POINTS = {
     "sglang.srt.platforms": "verl_server_cpu = verl_server.platforms:activate",
     "sglang.srt.plugins": "verl_server_cpu = verl_server.platforms:register_hooks",

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from verl_server.platforms import http_hooks, request_gate, weight_caches
+from verl_server.platforms import scheduler_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -38,49 +38,49 @@ def register(*, on_cpu: bool) -> None:
     # A spawned worker has imported its own manager only. The launcher has imported none, or all of them (`Engine`).
     in_launcher = in_scheduler == in_detokenizer
     if in_launcher:
-        _add(f"{_TOKENIZER_MANAGER}.generate_request", request_gate.check_size, HookType.BEFORE)
-        _add(f"{_TOKENIZER_MANAGER}._create_tokenized_object", request_gate.check_tokenized, HookType.AFTER)
+        _add(f"{_TOKENIZER_MANAGER}.generate_request", scheduler_hooks.check_size, HookType.BEFORE)
+        _add(f"{_TOKENIZER_MANAGER}._create_tokenized_object", scheduler_hooks.check_tokenized, HookType.AFTER)
     if in_launcher and on_cpu:
         _register_launcher()
     if in_launcher or in_scheduler:  # the launcher may fork its workers
-        for target, hook in weight_caches.hooks().items():
+        for target, hook in scheduler_hooks.hooks().items():
             _add(target, hook, HookType.BEFORE)
-        _add(f"{_SCHEDULER}.init_model_worker", weight_caches.note_model, HookType.AFTER)
-        _add(f"{_INTERNAL_STATE}.get_internal_state", http_hooks.add_state, HookType.AFTER)
+        _add(f"{_SCHEDULER}.init_model_worker", scheduler_hooks.note_model, HookType.AFTER)
+        _add(f"{_INTERNAL_STATE}.get_internal_state", scheduler_hooks.add_state, HookType.AFTER)
         if on_cpu:
             _register_scheduler()
         else:
-            from verl_server.platforms import memory_hooks
+            from verl_server.platforms import memory
 
-            _add(f"{_SCHEDULER}.get_next_batch_to_run", memory_hooks.hold_requests, HookType.AROUND)
+            _add(f"{_SCHEDULER}.get_next_batch_to_run", memory.hold_requests, HookType.AROUND)
 
 
 def _register_launcher() -> None:
-    from verl_server.platforms import workers
+    from verl_server.platforms import scheduler_hooks
 
-    _add(f"{_HTTP_SIDE}.release_memory_occupation", http_hooks.release, HookType.REPLACE)
-    _add(f"{_HTTP_SIDE}.resume_memory_occupation", http_hooks.resume, HookType.REPLACE)
+    _add(f"{_HTTP_SIDE}.release_memory_occupation", scheduler_hooks.release, HookType.REPLACE)
+    _add(f"{_HTTP_SIDE}.resume_memory_occupation", scheduler_hooks.resume, HookType.REPLACE)
     for step in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
-        _add(f"{_ENGINE}.{step}", workers.launch_workers, HookType.AROUND)
-    os.register_at_fork(after_in_child=workers.after_fork)
+        _add(f"{_ENGINE}.{step}", scheduler_hooks.launch_workers, HookType.AROUND)
+    os.register_at_fork(after_in_child=scheduler_hooks.after_fork)
 
 
 def _register_scheduler() -> None:
-    from verl_server.platforms import memory_hooks, pinned_memory_hook, seeds, sleep_hook, threads
+    from verl_server.platforms import memory, scheduler_hooks, seeds
 
     around = HookType.AROUND
-    _add(f"{_UPDATER}.release_memory_occupation", memory_hooks.release, around)
-    _add(f"{_UPDATER}.resume_memory_occupation", memory_hooks.resume, around)
-    _add(f"{_SCHEDULER}.handle_generate_request", memory_hooks.refuse_without_memory, around)
-    _add(f"{_SCHEDULER}.get_next_batch_to_run", memory_hooks.hold_queued_requests, around)
+    _add(f"{_UPDATER}.release_memory_occupation", memory.release, around)
+    _add(f"{_UPDATER}.resume_memory_occupation", memory.resume, around)
+    _add(f"{_SCHEDULER}.handle_generate_request", memory.refuse_without_memory, around)
+    _add(f"{_SCHEDULER}.get_next_batch_to_run", memory.hold_queued_requests, around)
     has_update_sessions = _exists(f"{_UPDATER}.end_weight_update")
     update_steps = ("update_weights_from_tensor", "update_weights_from_distributed")
     for step in ("begin_weight_update", "check_weights", *(update_steps if has_update_sessions else ())):
-        _add(f"{_UPDATER}.{step}", memory_hooks.guard_update, around)
+        _add(f"{_UPDATER}.{step}", memory.guard_update, around)
     last_steps = ("update_weights_from_disk", "update_weights_from_ipc", "end_weight_update")
     for step in (*last_steps, *(() if has_update_sessions else update_steps)):
-        _add(f"{_UPDATER}.{step}", memory_hooks.guard_last_update_step, around)
-    _add(f"{_SCHEDULER}.ingest_requests", sleep_hook.ingest_requests, around)
+        _add(f"{_UPDATER}.{step}", memory.guard_last_update_step, around)
+    _add(f"{_SCHEDULER}.ingest_requests", scheduler_hooks.ingest_requests, around)
     _add(f"{_SAMPLING_INFO}.from_schedule_batch", seeds.from_schedule_batch, HookType.AFTER)
     _add(f"{_SAMPLING_INFO}.merge_batch", seeds.merge_batch, HookType.BEFORE)
     _add(f"{_SAMPLER}.sampling_from_probs_torch", seeds.sample, around)
@@ -91,10 +91,10 @@ def _register_scheduler() -> None:
         "lora_manager.LoRAManager.update_lora_info",
         "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
     ):
-        _add(f"sglang.srt.lora.{target}", pinned_memory_hook.without_pinned_memory, around)
+        _add(f"sglang.srt.lora.{target}", scheduler_hooks.without_pinned_memory, around)
     if _exists(_HOST_ALLOCATOR):  # SGLang before 0.5.2x has none
-        _add(_HOST_ALLOCATOR, pinned_memory_hook.allocate_unregistered, around)
-    _add("sglang.srt.distributed.bootstrap._init_cpu_threads_env", threads.bind_threads, HookType.REPLACE)
+        _add(_HOST_ALLOCATOR, scheduler_hooks.allocate_unregistered, around)
+    _add("sglang.srt.distributed.bootstrap._init_cpu_threads_env", scheduler_hooks.bind_threads, HookType.REPLACE)
 
 
 def _add(target: str, hook: Callable[..., Any], kind: HookType) -> None:

@@ -10,11 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
+
+import torch
+
+from verl_server.config import MemoryTag
+
+logger = logging.getLogger(__name__)
 
 MADV_DONTNEED = 4
 MADV_POPULATE_WRITE = 23
@@ -97,3 +105,207 @@ def _madvise(region: Region, advice: int) -> None:
     if result != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"madvise({advice}) of {region.size} bytes failed")
+
+
+# -- Memory hooks -----------------------------------------------------------------------------------
+# Scheduler side of `release_memory_occupation` and `resume_memory_occupation` on a CPU.
+#
+# SGLang's own functions keep the records (tags, cache flush, barrier of the ranks, saved buffers). Their memory saver
+# supports CUDA only. Therefore these hooks return the pages to the operating system after SGLang's release, and
+# allocate them again before SGLang's resume. Where SGLang's assertions would end the server, these hooks refuse
+# instead: a release while requests run, and a tag that SGLang does not know. Releasing or resuming twice changes
+# nothing.
+#
+# After a resume of `weights` the parameters hold zeros until a weight update has ended. (On a GPU without a backup
+# their values are undefined.) Until then, and while any memory is released, requests are refused with status 503.
+#
+# SGLang's replies have no success field. A refusal is sent in `rid`, which these replies do not use otherwise;
+# `http_hooks` turns it into status 409.
+
+WEIGHTS, KV_CACHE = MemoryTag.WEIGHTS.value, MemoryTag.KV_CACHE.value
+#: A CPU has no graphs. Callers that name this tag, or no tag, release the other memory.
+CUDA_GRAPH = MemoryTag.CUDA_GRAPH.value
+KNOWN_TAGS = tuple(tag.value for tag in MemoryTag)
+
+
+@dataclass
+class Occupation:
+    """The memory that this scheduler process holds. One object per process, because a process has one scheduler."""
+
+    released: set[str] = field(default_factory=set)
+    weights_empty: bool = False
+    """Whether weights were resumed and not updated since."""
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason for which requests cannot be served, or None."""
+        if self.released:
+            tags = ", ".join(sorted(self.released))
+            return f"memory is released ({tags}): call resume_memory_occupation first"
+        if self.weights_empty:
+            return "weights were released and are empty since the resume: push weights first"
+        return None
+
+
+occupation = Occupation()
+
+
+def release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Replacement of `SchedulerWeightUpdaterManager.release_memory_occupation`, which it calls.
+
+    After SGLang's function it returns the pages to the operating system, because SGLang's memory saver supports CUDA
+    only. It refuses what would end the server.
+    """
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput as Output
+
+    tags = set(request.tags or KNOWN_TAGS)
+    to_release = tags - occupation.released - {CUDA_GRAPH}
+    refusal = _unknown_tags_refusal(tags) or (_release_refusal(manager, to_release) if to_release else None)
+    if refusal is not None:
+        return Output(rid=refusal)
+    manager.offload_tags |= tags & {CUDA_GRAPH}  # as SGLang does on a GPU
+    if not to_release:
+        return Output()
+    request.tags = sorted(to_release)
+    reply = original(manager, request)
+    occupation.released |= to_release
+    dropped = drop(_regions(manager, to_release))
+    _wait_for_all_ranks(manager)
+    logger.info("Released %s: %.1f MB", ", ".join(sorted(to_release)), dropped / 1e6)
+    return reply
+
+
+def resume(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Replacement of `SchedulerWeightUpdaterManager.resume_memory_occupation`, which it calls.
+
+    Before SGLang's function it allocates the pages again, so that missing memory is noticed now.
+    """
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput as Output
+
+    tags = set(request.tags or KNOWN_TAGS)
+    refusal = _unknown_tags_refusal(tags)
+    if refusal is not None:
+        return Output(rid=refusal)
+    manager.offload_tags -= tags & {CUDA_GRAPH}
+    to_resume = tags & occupation.released
+    if not to_resume:
+        return Output()
+    taken = allocate_again(_regions(manager, to_resume))
+    request.tags = sorted(to_resume)
+    reply = original(manager, request)
+    _wait_for_all_ranks(manager)
+    logger.info("Resumed %s: %.1f MB", ", ".join(sorted(to_resume)), taken / 1e6)
+    occupation.released -= to_resume
+    if WEIGHTS in to_resume and not _keeps_weights(manager):
+        occupation.weights_empty = True
+    return reply
+
+
+def guard_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Refuse a step of a weight update while the memory of the weights is released; otherwise call SGLang's function.
+
+    Hook of the update methods of `SchedulerWeightUpdaterManager`. Without it, the resume would lose the new weights.
+    """
+    if WEIGHTS in occupation.released:
+        from sglang.srt.managers import io_struct
+
+        output = getattr(io_struct, type(request).__name__.replace("ReqInput", "ReqOutput"))
+        return output(success=False, message="weights are released: call resume_memory_occupation first")
+    return original(manager, request)
+
+
+def guard_last_update_step(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Record that the weights are no longer empty when SGLang's function, the last step of an update, has succeeded.
+
+    Hook of the methods of `SchedulerWeightUpdaterManager` that complete an update. Requests are served again then.
+    """
+    reply = guard_update(original, manager, request)
+    if reply.success:
+        occupation.weights_empty = False
+    return reply
+
+
+def refuse_without_memory(original: Callable[..., Any], scheduler: Any, request: Any, **options: Any) -> Any:
+    """Answer a request with status 503 instead of calling `Scheduler.handle_generate_request` while memory is empty.
+
+    SGLang itself would compute tokens from empty memory. A paused engine queues requests as usual;
+    `hold_queued_requests` prevents that the queue runs too early.
+    """
+    reason = occupation.refusal
+    if reason is None or scheduler._engine_paused:
+        return original(scheduler, request, **options)
+    from sglang.srt.managers.io_struct import AbortReq
+
+    finished = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": reason}
+    # It also answers SGLang's health probe, which accepts any message of the scheduler.
+    abort = AbortReq(rid=request.rid, finished_reason=finished)
+    scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
+    return None
+
+
+def hold_queued_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make `Scheduler.get_next_batch_to_run` return no batch while memory is released or weights are empty.
+
+    Queued requests wait then; SGLang itself would compute them from empty memory.
+    """
+    return original(scheduler, *args, **kwargs) if occupation.refusal is None else without_batch(kwargs)
+
+
+def hold_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around `Scheduler.get_next_batch_to_run`: run no batch while memory is released, whoever released it.
+
+    Requests wait then. SGLang itself would compute them from released memory when a client continues generation.
+    `hold_queued_requests` does the same, and more, on a CPU. With DP attention the ranks must call SGLang's function
+    together, also while they have nothing to run.
+    """
+    if scheduler.weight_updater.offload_tags and not scheduler.server_args.enable_dp_attention:
+        return without_batch(kwargs)
+    return original(scheduler, *args, **kwargs)
+
+
+def without_batch(arguments: Mapping[str, Any]) -> Any:
+    """The result of `Scheduler.get_next_batch_to_run` with these keyword arguments when there is nothing to run."""
+    try:
+        from sglang.srt.managers.schedule_batch import NextBatchPlan
+    except ImportError:  # earlier versions of SGLang
+        return None
+    return NextBatchPlan(batch_to_run=None, running_batch=arguments["running_batch"])
+
+
+def _release_refusal(manager: Any, tags: set[str]) -> str | None:
+    if not is_supported():
+        return "memory can be released on Linux only"
+    paused = manager.scheduler is not None and manager.scheduler._engine_paused
+    if not manager.is_fully_idle(ignore_waiting=paused):
+        return "requests are running or queued: finish, abort or pause (retract) them before a release"
+    if WEIGHTS in tags and getattr(manager, "_session", None) is not None:
+        return "a weight update session is open: call end_weight_update first"
+    return None
+
+
+def _wait_for_all_ranks(manager: Any) -> None:
+    """Only rank 0 replies, so it waits until all ranks are done."""
+    torch.distributed.barrier(group=manager.tp_cpu_group)
+
+
+def _unknown_tags_refusal(tags: set[str]) -> str | None:
+    unknown = sorted(tags - set(KNOWN_TAGS))
+    return f"unknown tags {unknown}: use {', '.join(KNOWN_TAGS)}" if unknown else None
+
+
+def _keeps_weights(manager: Any) -> bool:
+    """Whether `--enable-weights-cpu-backup` is set.
+
+    The weights are then kept: a copy in host memory would free nothing.
+    """
+    return bool(getattr(manager.tp_worker.model_runner.server_args, "enable_weights_cpu_backup", False))
+
+
+def _regions(manager: Any, tags: set[str]) -> list[Region]:
+    runner = manager.tp_worker.model_runner
+    regions: list[Region] = []
+    if KV_CACHE in tags:
+        regions += kv_regions(runner.token_to_kv_pool)
+    if WEIGHTS in tags and not _keeps_weights(manager):
+        regions += weight_regions([runner.model])
+    return regions

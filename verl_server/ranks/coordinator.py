@@ -19,13 +19,39 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from verl_server.errors import PeerError, ShutDownError, VerlServerError, from_wire, to_wire
-from verl_server.ranks.call_messages import arrival_message, not_arrived, not_finished, result_of
-from verl_server.ranks.channel import Channel, encode_message, wait_until_all_sent
-from verl_server.ranks.outcome_sender import OutcomeSender
-from verl_server.ranks.peer_errors import to_peer_wire
-from verl_server.ranks.pending_calls import PendingCalls
-from verl_server.ranks.rendezvous import connect_ranks
+from verl_server.ranks.channel import Channel, connect_ranks, encode_message, wait_until_all_sent
+from verl_server.ranks.pending_calls import (
+    PendingCalls,
+    arrival_message,
+    not_arrived,
+    not_finished,
+    result_of,
+    to_peer_wire,
+)
 from verl_server.types import Json
+
+# -- Outcome sender ---------------------------------------------------------------------------------
+# Rank 0's message about the end of a call, which is sent also when the call fails.
+
+
+class OutcomeSender:
+    """Sends all ranks the outcome of a call when the body ends: `result`, or the error that the body raised."""
+
+    def __init__(self, coordinator: RankCoordinator, call_id: str) -> None:
+        self._coordinator, self._call_id = coordinator, call_id
+        self.result: Any = None
+
+    def __enter__(self) -> OutcomeSender:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._coordinator.send_outcome(self._call_id, {"error": to_peer_wire(error, self._coordinator.rank)})
+        else:
+            self._coordinator.send_outcome(self._call_id, {"result": self.result})
+
+
+# -- Coordinator ------------------------------------------------------------------------------------
 
 OUTCOME_SLACK_S = 5.0
 """Seconds that the other ranks wait for an outcome after rank 0's own deadline."""

@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 
 from verl_server.errors import PeerError, VerlServerError
 from verl_server.ranks.bounded_store import BoundedStore
-from verl_server.ranks.machine import machine_id
+from verl_server.ranks.placement import machine_id
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)

@@ -10,34 +10,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from verl_server.adapter.blocking import EventLoopThread
 from verl_server.adapter.engine import get_engine
-from verl_server.adapter.event_loop_thread import EventLoopThread
 from verl_server.adapter.server_engine import ServerEngine
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig
 from verl_server.errors import BadInputError, NotReadyError
-from verl_server.rollout.backend import ManagedBackend
-from verl_server.rollout.calls import FleetCalls
-from verl_server.rollout.fleet import Event, Fleet
-from verl_server.rollout.health import ReplicaState
-from verl_server.rollout.launchers.base import Launcher
-from verl_server.rollout.launchers.local import LocalLauncher
-from verl_server.rollout.loras import FleetLoras
-from verl_server.rollout.memory import FleetMemory
-from verl_server.rollout.metrics import fleet_metrics
-from verl_server.rollout.modes import capabilities_of, parse_mode, server_args_for_mode
-from verl_server.rollout.parallel_config import parse_parallel_config
+from verl_server.rollout.fleet import Event, Fleet, Replica, ReplicaState, fleet_metrics
+from verl_server.rollout.launchers.local import Launcher, LocalLauncher
+from verl_server.rollout.modes import capabilities_of, parse_mode, parse_parallel_config, server_args_for_mode
 from verl_server.rollout.recovery import RecoveryLoop
-from verl_server.rollout.replica import Replica
 from verl_server.rollout.status import FleetStatus, ReplicaView, fleet_status
-from verl_server.rollout.updates import FleetUpdates
+from verl_server.rollout.updates import FleetCalls, FleetLoras, FleetMemory, FleetUpdates, ManagedBackend
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.metrics import router_metrics
+from verl_server.router.http import router_metrics
 from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.rollout_router import RolloutRouter
 from verl_server.router.targets import InProcessTarget, RoutingTargets, SglangRouterTarget
-from verl_server.type_checks import check_arguments
 from verl_server.types import Json, parse_weight_version
-from verl_server.validation import require_whole_number
+from verl_server.validation import check_arguments, require_whole_number
 
 DRAIN_POLL_INTERVAL_S = 0.02
 

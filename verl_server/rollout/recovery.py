@@ -19,9 +19,18 @@ from verl_server.errors import (
     StartupError,
     VerlServerError,
 )
-from verl_server.rollout.fleet import ENDING, RUNNING, SERVING, Fleet
-from verl_server.rollout.health import ReplicaState, classify_health, look_interval_s, restart_delay_s
-from verl_server.rollout.replica import Replica, StartPreempted
+from verl_server.rollout.fleet import (
+    ENDING,
+    RUNNING,
+    SERVING,
+    Fleet,
+    Replica,
+    ReplicaState,
+    StartPreempted,
+    classify_health,
+    look_interval_s,
+    restart_delay_s,
+)
 from verl_server.router.targets import RoutingTargets
 from verl_server.types import ServerInfo
 

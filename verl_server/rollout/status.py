@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.errors import VerlServerError
-from verl_server.rollout.fleet import Fleet
-from verl_server.rollout.health import ReplicaState
-from verl_server.rollout.replica import Replica
+from verl_server.rollout.fleet import Fleet, Replica, ReplicaState
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.supervisor import RouterSupervisor
-from verl_server.router.snapshot import RouterCounters
+from verl_server.router.replica_status import RouterCounters
 from verl_server.router.targets import RoutingTargets
-from verl_server.server.supervisor import ServerPids
+from verl_server.server.process import ServerPids
 
 
 class ReplicaView:

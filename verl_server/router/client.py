@@ -9,20 +9,18 @@ from typing import Any, Self
 
 import aiohttp
 
-from verl_server.adapter.http_client import close_without_loop
+from verl_server.adapter.http import close_without_loop
 from verl_server.adapter.json_body import encode_json
-from verl_server.adapter.sglang.batch import split_batch
 from verl_server.adapter.sglang.replies import parse_json_or_text
-from verl_server.adapter.sglang.request_fields import plain_request
+from verl_server.adapter.sglang.requests import plain_request, split_batch
 from verl_server.errors import BadInputError, DeadlineError, ServerError, ShutDownError, VerlServerError, from_wire
 from verl_server.router.request_checks import is_out_of_files, validate_timeout
-from verl_server.router.token_reports import EVENT_STREAM, STREAM_TOKENS, OnTokens, receive_reports
-from verl_server.server.open_files import raise_open_file_limit
-from verl_server.server.ports import open_socket
+from verl_server.router.resumable_generation import EVENT_STREAM, STREAM_TOKENS, OnTokens, receive_reports
+from verl_server.server.launch import open_socket
+from verl_server.server.process import raise_open_file_limit
 from verl_server.tracing import trace_headers
-from verl_server.type_checks import check_arguments
 from verl_server.types import Json
-from verl_server.validation import require_http_url, require_key, require_seconds
+from verl_server.validation import check_arguments, require_http_url, require_key, require_seconds
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.05, 1.0

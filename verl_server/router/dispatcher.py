@@ -7,34 +7,330 @@ for the running generation or receives the stored result.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import uuid
+from collections import OrderedDict
 from collections.abc import Collection, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from verl_server.adapter.sglang.batch import split_batch
-from verl_server.adapter.sglang.request_fields import plain_request
+from verl_server.adapter.sglang.requests import plain_request, split_batch
 from verl_server.config import RouterConfig
-from verl_server.errors import BadInputError, DeadlineError, ShutDownError, VerlServerError
-from verl_server.router.attempt_runner import AttemptRunner
-from verl_server.router.placement.policy import RoutingRequest, VersionRequirement
-from verl_server.router.placement.routed_replica import RoutedReplica, Slot
+from verl_server.errors import (
+    BadInputError,
+    DeadlineError,
+    ServerDiedError,
+    ServerError,
+    ShutDownError,
+    VerlServerError,
+)
+from verl_server.router.placement import RoutingRequest, VersionRequirement
+from verl_server.router.replica import RoutedReplica, Slot
 from verl_server.router.replica_pool import ReplicaPool
+from verl_server.router.replica_status import RouterCounters, RouterSnapshot
 from verl_server.router.request_checks import (
+    MAX_SERVER_DEATHS,
     estimate_prompt_tokens,
+    has_lost_server,
+    is_out_of_files,
+    repeated_death_error,
     require_versions,
     rids_of_batch,
     take_router_fields,
     validate_id,
     validate_timeout,
 )
-from verl_server.router.result_cache import ResultCache
-from verl_server.router.resumable_generation import ResumableGeneration
-from verl_server.router.snapshot import RouterCounters, RouterSnapshot
-from verl_server.router.token_reports import OnTokens, report_tokens
-from verl_server.server.open_files import raise_open_file_limit
+from verl_server.router.resumable_generation import (
+    INPUT_LOGPROB_LISTS,
+    LOGPROB_LISTS,
+    OnTokens,
+    ResumableGeneration,
+    report_tokens,
+)
+from verl_server.server.process import raise_open_file_limit
 from verl_server.types import Json
+
+# -- Attempt runner ---------------------------------------------------------------------------------
+# `AttemptRunner`: runs a generation on a replica, and again on another one when the replica is lost or fails.
+
+MAX_EVENTS_WITH_PROMPT = 4
+"""Maximum number of stream events per attempt with log probabilities of the prompt, which SGLang repeats in each."""
+FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.05, 5.0
+"""Seconds before the next attempt when the server answered with an error, that is, when it still runs. The delay
+doubles with each failed attempt of the request."""
+FILES_RETRY_S = 1.0
+"""Seconds before the next attempt when this process could not open another connection. Such an attempt counts only if
+no other request runs, whose end would close a connection."""
+MAX_STREAM_EVENTS = 64
+"""Maximum number of stream events per attempt. A server that repeats all tokens in each event would otherwise send a
+number of bytes that grows with the square of the output's length."""
+
+
+@dataclass
+class Failures:
+    """The failed attempts of one request since its call."""
+
+    count: int = 0
+    """Number of failed attempts, without those that were probes: the replica was known to fail."""
+    tried: set[RoutedReplica] = field(default_factory=set)
+    """Replicas on which an attempt failed."""
+    is_retry: bool = False
+    """Whether an attempt has begun before."""
+    deaths: int = 0
+    """Number of servers that ended while they ran the request and before they returned any of its answer."""
+    deaths_alone: int = 0
+    """Number of those servers that ran no other request."""
+
+    deaths_isolated: int = 0
+    """Number of those servers that ended while the request was isolated, see `RoutingRequest`."""
+
+    @property
+    def needs_isolation(self) -> bool:
+        """Whether the next attempt shows if the request ends servers: the request may have ended several already."""
+        return self.deaths >= MAX_SERVER_DEATHS
+
+
+class AttemptRunner:
+    """Runs the generations of one router. All methods must be called in one event loop."""
+
+    def __init__(self, config: RouterConfig, pool: ReplicaPool, counters: RouterCounters) -> None:
+        self._config, self._pool, self._counters = config, pool, counters
+        self._router_id = uuid.uuid4().hex[:8]  # part of each attempt's id: another router may have tried the same rid
+        self._attempt_numbers = itertools.count()
+
+    async def run(self, generation: ResumableGeneration, key: str, request: RoutingRequest) -> Json:
+        """Start attempts until one of them finishes or `max_attempts` attempts have failed. Returns the reply."""
+        failures = Failures()
+        while (delay_s := await self._attempt(generation, key, request, failures)) is not None:
+            await asyncio.sleep(delay_s)
+        reply = generation.reply()
+        meta = reply["meta_info"]
+        self._counters.output_tokens += meta.get("completion_tokens") or 0
+        self._counters.prompt_tokens += meta.get("prompt_tokens") or 0
+        self._counters.cached_tokens += meta.get("cached_tokens") or 0
+        require_versions(reply, request.requirement, "the weights changed during the generation")
+        return reply
+
+    async def _attempt(
+        self, generation: ResumableGeneration, key: str, request: RoutingRequest, failures: Failures
+    ) -> float | None:
+        """One attempt on one replica.
+
+        Returns None when the generation has finished, or the number of seconds before the next attempt.
+        """
+        if failures.is_retry or generation.attempts:
+            request = replace(request, prompt_tokens=request.prompt_tokens + len(generation.tokens))
+        # The counter comes before the router's id, so that no attempt's id is a prefix of another one's.
+        attempt_id = f"{key}~{next(self._attempt_numbers):x}~{self._router_id}"
+        request = replace(request, is_isolated=failures.needs_isolation)
+        slot = await self._pool.acquire(request, tried=failures.tried, is_retry=failures.is_retry)
+        failures.is_retry = True
+        try:
+            await self._generate(generation, slot, attempt_id)
+            self._pool.record_finish(slot)
+        except BadInputError:
+            # A continuation has a longer prompt than the request. At the end of the context a server refuses it.
+            if not generation.restart():
+                raise
+            return 0.0
+        except (ServerDiedError, ServerError, ShutDownError, DeadlineError) as error:
+            return self._handle_failure(generation, slot, error, failures)
+        finally:
+            self._pool.release(slot)
+        return None
+
+    async def _generate(self, generation: ResumableGeneration, slot: Slot, attempt_id: str) -> None:
+        """Send the request of the next attempt. Returns when the generation has finished there."""
+        body = generation.begin_attempt()
+        server, prompt_tokens = slot.replica.server, slot.tokens
+
+        def record(event: Json) -> bool:
+            """Record the reply so far. Whether it is the last event."""
+            generation.record_event(event)
+            self._pool.record_progress(slot, prompt_tokens + len(event["output_ids"]))
+            if event["output_ids"]:
+                self._pool.end_isolation(slot)
+            return event["meta_info"].get("finish_reason") is not None
+
+        remaining = generation.remaining_tokens
+        repeats_prompt = body.get("return_logprob") and body.get("logprob_start_len") not in (None, -1)
+        max_events = MAX_EVENTS_WITH_PROMPT if repeats_prompt else MAX_STREAM_EVENTS
+        interval = max(self._config.min_tokens_per_event, remaining // max_events)
+        if not (generation.reports and generation.can_continue) or repeats_prompt:
+            if remaining <= interval:  # a stream would have its last event only
+                record(await server.generate(**body, rid=attempt_id))
+                return
+            body["sampling_params"] = {"stream_interval": interval, **body["sampling_params"]}
+        async with contextlib.aclosing(server.generate_stream(**body, rid=attempt_id)) as stream:
+            async for event in stream:
+                if record(event):
+                    return
+        raise ServerError(f"the stream of replica {slot.replica.name} ended before its generation finished")
+
+    def _handle_failure(
+        self, generation: ResumableGeneration, slot: Slot, error: VerlServerError, failures: Failures
+    ) -> float | None:
+        """Record a failed attempt. Returns the seconds before the next one, or None when no token is missing.
+
+        Raises `error` after `max_attempts` failed attempts, and ServerDiedError when the request ends servers.
+        """
+        lacks_files = is_out_of_files(error)
+        failures.count += not slot.is_probe and not (lacks_files and self._pool.has_other_requests)
+        if has_lost_server(error) and not generation.attempt_has_tokens and not slot.replica.is_removed:
+            failures.deaths_isolated += failures.needs_isolation
+            failures.deaths += 1
+            failures.deaths_alone += slot.has_run_alone
+        generation.end_attempt()
+        answered = "status" in error.details  # the server still runs
+        if lacks_files:
+            self._pool.limit_running_requests(slot)
+        else:
+            failures.tried.add(slot.replica)
+            self._pool.record_error(slot)
+            if not answered:
+                self._pool.mark_unreachable(slot.replica)
+        # One death in isolation may be that of a machine, which ends several isolated requests.
+        if max(failures.deaths_isolated, failures.deaths_alone) >= MAX_SERVER_DEATHS:
+            raise repeated_death_error(error, generation.request) from error
+        if self._pool.closed or failures.count >= self._config.max_attempts:
+            raise error
+        saved_tokens = len(generation.tokens)
+        self._counters.continued += bool(saved_tokens)
+        self._counters.restarted += not saved_tokens
+        self._counters.saved_tokens += saved_tokens
+        if generation.is_complete:
+            return None
+        if lacks_files:
+            return FILES_RETRY_S
+        return min(FIRST_RETRY_DELAY_S * 2.0 ** max(0, failures.count - 1), MAX_RETRY_DELAY_S) if answered else 0.0
+
+
+# -- Result cache -----------------------------------------------------------------------------------
+# `ResultCache`: finished and aborted generations, for callers that send the same request id again.
+
+FIXED_BYTES = 4096
+"""Estimated size of a request and its reply without tokens, log probabilities and texts."""
+TOKEN_BYTES = 36
+"""Size of one token id in a Python list: a pointer (8) and an integer object (28)."""
+LOGPROB_BYTES = 150
+"""Size of one log probability as SGLang returns it, the list `[logprob, token_id, text]`: a pointer (8), the list (88),
+a float (24) and an integer (28), rounded up."""
+ENTRY_BYTES = 32
+"""Size of one entry of another list or of a dict: a pointer (8) and a float (24)."""
+MAX_UNFINISHED_BYTES = 8 << 30
+"""Maximum size of all aborted generations in bytes: about 10,000 generations of 4,600 tokens with log probabilities.
+This many may run when an update aborts all of them. Those that no call repeats are removed when further ones come."""
+
+
+_COUNTED = frozenset({"input_ids", "output_ids", "meta_info", *LOGPROB_LISTS, *INPUT_LOGPROB_LISTS})
+"""Fields of a request, a reply and its `meta_info` that `estimate_bytes` measures in a way of their own."""
+
+
+class ResultCache:
+    """Generations by request id: finished ones, and those that the server aborted, which a repeated call continues.
+
+    The oldest finished generations are removed when their estimated size exceeds `max_bytes`. The tokens of an aborted
+    generation were returned to a caller and must not be sampled again. So finished generations never replace aborted
+    ones, of which the oldest are removed when their estimated size exceeds MAX_UNFINISHED_BYTES.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._finished, self._unfinished = _BoundedGenerations(max_bytes), _BoundedGenerations(MAX_UNFINISHED_BYTES)
+
+    @property
+    def max_bytes(self) -> int:
+        """Maximum of `size_bytes`."""
+        return self._finished.max_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Estimated size of all finished generations in bytes (see `estimate_bytes`)."""
+        return self._finished.size_bytes
+
+    def __len__(self) -> int:
+        """Number of finished generations."""
+        return len(self._finished.by_rid)
+
+    def add(self, rid: str, generation: ResumableGeneration) -> None:
+        """Store a generation. A generation that is larger than all that may be stored is not stored."""
+        self.remove(rid)
+        (self._finished if generation.is_finished else self._unfinished).add(rid, generation)
+
+    def get(self, rid: str) -> ResumableGeneration | None:
+        """The generation with this request id. None when it is unknown or was removed."""
+        found = self._finished.by_rid.get(rid) or self._unfinished.by_rid.get(rid)
+        return None if found is None else found[0]
+
+    def remove(self, rid: str) -> None:
+        """Remove a generation if it is stored."""
+        self._finished.remove(rid)
+        self._unfinished.remove(rid)
+
+
+class _BoundedGenerations:
+    """Generations with their estimated sizes. The oldest are removed when the sum of the sizes exceeds `max_bytes`."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.size_bytes = max_bytes, 0
+        self.by_rid: OrderedDict[str, tuple[ResumableGeneration, int]] = OrderedDict()
+
+    def add(self, rid: str, generation: ResumableGeneration) -> None:
+        size_bytes = estimate_bytes(generation.request, generation.reply())
+        if size_bytes > self.max_bytes:
+            return
+        self.by_rid[rid] = generation, size_bytes
+        self.size_bytes += size_bytes
+        while self.size_bytes > self.max_bytes:
+            self.remove(next(iter(self.by_rid)))
+
+    def remove(self, rid: str) -> None:
+        _, size_bytes = self.by_rid.pop(rid, (None, 0))
+        self.size_bytes -= size_bytes
+
+
+def estimate_bytes(request: Mapping[str, Any], reply: Json) -> int:
+    """Estimated memory in bytes of a request and its reply.
+
+    The estimate is FIXED_BYTES, plus TOKEN_BYTES for each prompt and output token, plus LOGPROB_BYTES for each log
+    probability, plus the length of all texts (prompt, images as text, output), plus ENTRY_BYTES for each entry of other
+    lists and dicts (hidden states, embeddings). Measuring every Python object exactly would take milliseconds for a
+    long reply.
+    """
+    meta = reply["meta_info"]
+    tokens = len(request.get("input_ids") or ()) + len(reply["output_ids"])
+    logprobs = sum(_count_logprobs(meta.get(name)) for name in (*LOGPROB_LISTS, *INPUT_LOGPROB_LISTS))
+    others = [value for part in (request, reply, meta) for name, value in part.items() if name not in _COUNTED]
+    return FIXED_BYTES + TOKEN_BYTES * tokens + LOGPROB_BYTES * logprobs + sum(map(_estimate_value_bytes, others))
+
+
+def _count_logprobs(entries: Any) -> int:
+    """Number of log probabilities. Lists of top log probabilities have a list of entries for each token."""
+    first = next((entry for entry in entries or () if entry), None)
+    if first is not None and isinstance(first[0], (list, tuple)):
+        return sum(len(entry or ()) for entry in entries)
+    return len(entries or ())
+
+
+def _estimate_value_bytes(value: Any) -> int:
+    """Estimated memory in bytes of a JSON value: its texts, and ENTRY_BYTES for each entry of its lists and dicts."""
+    size_bytes, pending = 0, [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, (str, bytes)):
+            size_bytes += len(item)
+        elif isinstance(item, dict):
+            size_bytes += ENTRY_BYTES * len(item)
+            pending.extend((*item.keys(), *item.values()))
+        elif isinstance(item, (list, tuple)):
+            size_bytes += ENTRY_BYTES * len(item)
+            if item and not isinstance(item[0], (int, float)):  # a list of numbers has nothing else to measure
+                pending.extend(item)
+    return size_bytes
+
+
+# -- Dispatcher -------------------------------------------------------------------------------------
 
 R = TypeVar("R")
 PAUSED = "the router is paused, so all requests wait until POST /resume, or until the end of a running update"

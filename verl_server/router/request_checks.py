@@ -9,9 +9,9 @@ from typing import Any
 
 import aiohttp
 
-from verl_server.adapter.sglang.request_fields import ROUTER_FIELDS
+from verl_server.adapter.sglang.requests import ROUTER_FIELDS
 from verl_server.errors import BadInputError, NotReadyError, ServerDiedError, VerlServerError
-from verl_server.router.placement.policy import VersionRequirement
+from verl_server.router.placement import VersionRequirement
 from verl_server.router.resumable_generation import version_spans
 from verl_server.types import Json
 from verl_server.validation import is_finite_number, is_list

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.adapter.blocking import EventLoopThread
 from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.placement.policy import VersionRequirement
-from verl_server.router.token_reports import OnTokens, in_running_loop
+from verl_server.router.placement import VersionRequirement
+from verl_server.router.resumable_generation import OnTokens, in_running_loop
 from verl_server.types import Json
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import requests
 
-from verl_server.adapter.event_loop_thread import EventLoopThread
+from verl_server.adapter.blocking import EventLoopThread
 from verl_server.adapter.router_registration import RouterWorkers
 from verl_server.config import AdapterConfig
 from verl_server.errors import ServerError, ShutDownError

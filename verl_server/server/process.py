@@ -10,38 +10,365 @@ import contextlib
 import json
 import logging
 import os
+import resource
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol, runtime_checkable
 
-from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, StartupError, VerlServerError
-from verl_server.server.cpu_time import SchedulerCpu, SchedulerCpuReader
-from verl_server.server.engine_profile import EngineProfile
-from verl_server.server.environment import no_proxy_environment, server_environment
-from verl_server.server.exit_status import ExitNotifier, ExitStatus
-from verl_server.server.interpreter.server_python import ServerPython
-from verl_server.server.open_files import start_thread
-from verl_server.server.pipe import write_all
-from verl_server.server.server_folder import LOG_NAME, WORKING_FOLDER, make_server_folder
-from verl_server.server.server_main import EXIT_BAD_ARGUMENT, EXIT_OTHER_VERSION, OTHER_VERSION, make_payload
-from verl_server.server.supervisor import AbortCheck, ServerPids, never_abort
-from verl_server.server.warden.process_tree import read_tree
-from verl_server.server.warden.shared_memory_files import remove_shared_memory
-from verl_server.server.warden_process import (
-    WARDEN_SCRIPT,
-    WardenFactory,
-    WardenProcess,
-    discard_warden,
-    kill_session,
-    wait_for_warden,
+from verl_server.errors import (
+    BadInputError,
+    DeadlineError,
+    ServerDiedError,
+    StartupError,
+    UnsupportedError,
+    VerlServerError,
 )
+from verl_server.server.environment import (
+    LOG_NAME,
+    WORKING_FOLDER,
+    EngineProfile,
+    ServerPython,
+    make_server_folder,
+    no_proxy_environment,
+    server_environment,
+)
+from verl_server.server.server_main import EXIT_BAD_ARGUMENT, EXIT_OTHER_VERSION, OTHER_VERSION, make_payload
+from verl_server.server.warden.processes import read_command_line, read_tree, remove_shared_memory
 
 logger = logging.getLogger(__name__)
+
+
+# -- Warden process ---------------------------------------------------------------------------------
+# Wardens as `ServerProcess` sees them: how they start, and how they end when they do not end by themselves.
+
+WARDEN_SCRIPT = Path(__file__).with_name("warden") / "warden_main.py"
+#: Seconds to wait for the exit code of a warden that has ended or was killed.
+WARDEN_EXIT_TIMEOUT_S = 5.0
+
+
+class WardenProcess(Protocol):
+    """A started warden that waits for its specification: the part of `subprocess.Popen` that `ServerProcess` uses."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+#: Starts a warden: `spawn_warden`, or the forkserver's.
+WardenFactory = Callable[[], WardenProcess]
+
+
+def spawn_warden() -> WardenProcess:
+    """Start a warden in a new Python process and a new session. It imports the standard library only."""
+    return subprocess.Popen(
+        [sys.executable, "-I", str(WARDEN_SCRIPT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def wait_for_warden(warden: WardenProcess) -> int | None:
+    """The exit code of a warden that ends. None if it has not ended after `WARDEN_EXIT_TIMEOUT_S`."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return warden.wait(WARDEN_EXIT_TIMEOUT_S)
+    return None
+
+
+def kill_session(warden: WardenProcess) -> None:
+    """Kill all processes of a warden's session. Used when the warden itself was killed or does not end."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(warden.pid, signal.SIGKILL)
+
+
+def discard_warden(warden: WardenProcess) -> int | None:
+    """End a warden that has started no server, and close its pipes. Returns its exit code if it has one."""
+    for pipe in (warden.stdin, warden.stdout):
+        with contextlib.suppress(OSError):
+            assert pipe is not None
+            pipe.close()
+    code = wait_for_warden(warden)
+    if code is None:
+        kill_session(warden)
+        code = wait_for_warden(warden)
+    return code
+
+
+# -- Exit status ------------------------------------------------------------------------------------
+# How a server ended, and the notification of everyone who waits for it.
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """How a server ended."""
+
+    reason: str
+    """Cause as the warden saw it: "stop", "trainer gone", "server gone", or "NAME gone" of the worker that ended,
+    for example "sglang::scheduler gone"."""
+    code: int | None
+    """Exit code of the server main; negative for a signal. None when the server main did not end by itself."""
+    log_tail: str
+    """Last lines of the server's log."""
+
+    def describe(self) -> str:
+        """A short description for messages, for example "exit code 1" or "killed by SIGKILL"."""
+        if self.code is None:
+            is_worker = "::" in self.reason and self.reason.endswith(" gone")
+            return f"its worker {self.reason}" if is_worker else self.reason
+        if self.code < 0:
+            return f"killed by {_signal_name(-self.code)}"
+        return f"exit code {self.code}"
+
+
+class ExitNotifier:
+    """The end of one server, recorded once and reported to all listeners and waiting threads."""
+
+    def __init__(self) -> None:
+        self._exit: ExitStatus | None = None
+        self._exited = threading.Event()
+        self._listeners: list[Callable[[ExitStatus], None]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def exit(self) -> ExitStatus | None:
+        """How the server ended. None while it lives."""
+        return self._exit
+
+    def on_exit(self, listener: Callable[[ExitStatus], None]) -> None:
+        """Call `listener` once when the server has ended, from another thread; at once if it has already ended."""
+        with self._lock:
+            if self._exit is None:
+                self._listeners.append(listener)
+                return
+        listener(self._exit)
+
+    def wait_exit(self, timeout_s: float) -> ExitStatus | None:
+        """Wait until the server has ended. Returns None when it still lives after `timeout_s`."""
+        self._exited.wait(timeout_s)
+        return self._exit
+
+    def note_exit(self, exit_status: ExitStatus) -> None:
+        """Record the end of the server and notify everyone who waits. Later calls do nothing."""
+        with self._lock:
+            if self._exit is not None:
+                return
+            self._exit = exit_status
+            listeners, self._listeners = self._listeners, []
+        self._exited.set()
+        logger.info("a server ended: %s", exit_status.describe())
+        for listener in listeners:
+            try:
+                listener(exit_status)
+            except Exception:  # the error of one listener must not hide the end from the others
+                logger.exception("a listener failed when a server ended")
+
+
+def _signal_name(number: int) -> str:
+    """Name of a signal. Of the real-time signals, only the first and the last have names."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# -- Pipe -------------------------------------------------------------------------------------------
+# Writing to a pipe whose reader may hang.
+
+POLL_MS = 100
+
+
+def write_all(pipe: IO[bytes], data: bytes, timeout_s: float) -> None:
+    """Write `data`, which may be longer than the buffer of the pipe.
+
+    Raises BrokenPipeError when the reader has ended, and TimeoutError when it has not read everything after
+    `timeout_s` seconds.
+    """
+    fd, rest = pipe.fileno(), memoryview(data)
+    deadline = time.monotonic() + timeout_s
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    os.set_blocking(fd, False)
+    try:
+        while rest:
+            poll.poll(POLL_MS)
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[os.write(fd, rest) :]
+            if rest and time.monotonic() > deadline:
+                raise TimeoutError(f"{len(rest)} of {len(data)} bytes were not read within {timeout_s:g} s")
+    finally:
+        os.set_blocking(fd, True)
+
+
+# -- Cpu time ---------------------------------------------------------------------------------------
+# CPU time of a server's schedulers, read from `/proc` without a look at other processes.
+
+#: Parts of the command lines of the processes that compute: SGLang's schedulers and vLLM's workers.
+SCHEDULERS = (b"scheduler", b"VLLM::Worker")
+#: Seconds between two searches for the schedulers while none is known.
+SEARCH_INTERVAL_S = 5.0
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class SchedulerCpu:
+    """CPU seconds since the start of a server."""
+
+    own_s: float
+    """Seconds of the schedulers. With an accelerator, a hung scheduler may use CPU time, too."""
+    helpers_s: float
+    """Seconds of the programs that the schedulers have started, for example compilers of kernels."""
+
+
+class SchedulerCpuReader:
+    """Reads the CPU time of the schedulers below a server main. The schedulers are searched for once."""
+
+    def __init__(self, main_pid: int) -> None:
+        self._main_pid = main_pid
+        self._schedulers: list[int] = []
+        self._next_search = 0.0
+
+    def read(self) -> SchedulerCpu:
+        """The CPU time of the schedulers that live, and of their programs. Zero while none is found."""
+        times = {pid: read_cpu_times(pid) for pid in self._schedulers}
+        if not times or None in times.values():
+            self._search()
+            times = {pid: read_cpu_times(pid) for pid in self._schedulers}
+        own_s = helpers_s = 0.0
+        for pid, cpu in times.items():
+            if cpu is not None:
+                own_s += cpu[0]
+                helpers_s += cpu[1] + sum(sum(read_cpu_times(helper) or ()) for helper in read_tree(pid))
+        return SchedulerCpu(own_s, helpers_s)
+
+    def _search(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_search:
+            self._next_search = now + SEARCH_INTERVAL_S
+            below = read_tree(self._main_pid)
+            self._schedulers = [pid for pid in below if any(name in read_command_line(pid) for name in SCHEDULERS)]
+
+
+def read_cpu_times(pid: int) -> tuple[float, float] | None:
+    """CPU seconds of a process, and those of its children that have ended. None when the process has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    user, system, children_user, children_system = (int(field) / TICKS_PER_SECOND for field in fields[11:15])
+    return user + system, children_user + children_system
+
+
+# -- Supervisor -------------------------------------------------------------------------------------
+# Interfaces between a server and those who need it: `Supervisor`, its process ids, and the `AbortCheck` of a start.
+
+#: Called repeatedly while a server starts. Returns the error that ends the start, for example because another node has
+#: failed, or None to continue.
+AbortCheck = Callable[[], VerlServerError | None]
+
+
+def never_abort() -> None:
+    """The `AbortCheck` of a start that depends on nothing else."""
+
+
+@dataclass(frozen=True)
+class ServerPids:
+    """Process ids of one server's process tree, on the machine of the server."""
+
+    main: int
+    """Server main: the process that becomes the engine's launcher and HTTP server."""
+    warden: int | None
+    """Leader of the warden's session: the warden itself if it was forked by a forkserver, otherwise the program that
+    started the warden and waits for it. None when the server runs on another machine."""
+    workers: tuple[int, ...]
+    """Processes below the server main (schedulers, detokenizer). Empty when the server has ended or runs elsewhere."""
+
+
+@runtime_checkable
+class Supervisor(Protocol):
+    """A started server as its adapter sees it: a `ServerProcess` of this machine, or a server on another machine."""
+
+    @property
+    def pids(self) -> ServerPids: ...
+
+    @property
+    def log_path(self) -> Path | None:
+        """Path of the server's log file. None when the file is on another machine."""
+
+    @property
+    def exit(self) -> ExitStatus | None:
+        """How the server ended. None while it lives."""
+
+    def on_exit(self, listener: Callable[[ExitStatus], None]) -> None:
+        """Call `listener` once when the server has ended, from another thread; at once if it has already ended."""
+
+    def wait_exit(self, timeout_s: float) -> ExitStatus | None:
+        """Wait until the server has ended. Returns None when it still lives after `timeout_s`."""
+
+    def died(self, url: str) -> ServerDiedError:
+        """The error for callers that needed the server. Call it only after the server has ended."""
+
+    def keep_log(self) -> None:
+        """Keep the log when the server is ended, because an error refers to it. The log of a crashed server is kept."""
+
+    def stop(self, deadline_s: float = 10.0) -> None:
+        """End the server and everything below it. May be called more than once."""
+
+    def scheduler_cpu(self) -> SchedulerCpu:
+        """CPU time of the server's schedulers and of their programs. Does not grow while it cannot be measured."""
+
+
+# -- Open files -------------------------------------------------------------------------------------
+# The limits of open files and of threads. Each request in flight has a connection, which is an open file.
+
+WANTED_OPEN_FILES = 65536
+"""Number of open files that suffices for any client or router. SGLang raises the limit of its servers to the same
+number."""
+
+
+def raise_open_file_limit() -> None:
+    """Raise the limit of this process towards WANTED_OPEN_FILES, as far as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # the system's own limit is lower
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_file_limit() -> int:
+    """Maximum number of open files of this process, at most WANTED_OPEN_FILES."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return WANTED_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, WANTED_OPEN_FILES)
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. Raises UnsupportedError where the limit of processes and threads is reached."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        raise UnsupportedError(
+            f"{error}: this user (ulimit -u: {limit}) or container has reached its limit of processes and threads, or "
+            "its memory is used up. Raise ulimit -u, and in a container its limit (docker run --pids-limit)"
+        ) from error
+
+
+# -- Process ----------------------------------------------------------------------------------------
 
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 LOG_TAIL_LINES = 40
@@ -227,7 +554,7 @@ class ServerProcess(ExitNotifier):
     def stop(self, deadline_s: float = 10.0) -> None:
         """End the whole process tree and remove its files. May be called more than once, and after a crash.
 
-        The log of a crashed server is kept, see `server_folder.py`.
+        The log of a crashed server is kept, see `environment.py`.
         """
         if self.exit is not None:
             self.keep_log()

@@ -7,18 +7,125 @@ to it. Recorded tokens are never decoded and tokenized again.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence, Set
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_server.errors import BadInputError
 from verl_server.trajectory.nodes import ForkReason, Node, Note, Span, TokenSequence, concatenate_nodes, validate_node
-from verl_server.trajectory.prefix_index import PrefixIndex
 from verl_server.trajectory.rendering.messages import image_sources
-from verl_server.trajectory.termination import Termination
 from verl_server.types import Json
 from verl_server.validation import require_whole_number
+
+# -- Prefix index -----------------------------------------------------------------------------------
+# `PrefixIndex`: finds the nodes of a token graph whose paths are a prefix of a token sequence. Pure data, no I/O.
+
+ROOT = 0
+"""Place of the empty sequence."""
+
+
+class _Edge(NamedTuple):
+    """The tokens between two places: a part of the tokens of a node."""
+
+    token_ids: tuple[int, ...]
+    """Tokens of the node."""
+    start: int
+    end: int
+    place: int
+    """Place at the end of the edge."""
+
+
+class PrefixIndex:
+    """A radix tree of the paths of a graph, in which paths share the tokens with which they begin.
+
+    Each edge begins with another token, so the work of `find` grows with the number of tokens in the sequence, and not
+    with the number of nodes. Places have numbers, and edges refer to the tokens of the nodes.
+    """
+
+    def __init__(self) -> None:
+        self._edges: list[dict[int, _Edge]] = [{}]
+        """Edges after each place, by their first token."""
+        self._nodes_at: list[list[int]] = [[]]
+        """Ids of the nodes whose paths end at each place."""
+        self._places: list[int] = []
+        """Place at the end of each node."""
+
+    def add(self, nodes: Sequence[Node]) -> None:
+        """Add the nodes of a graph that are not in the index. `nodes`: all nodes of the graph."""
+        for node in nodes[len(self._places) :]:
+            place = self._place_after(ROOT if node.parent is None else self._places[node.parent], node.token_ids)
+            self._nodes_at[place].append(node.id)
+            self._places.append(place)
+
+    def find(self, token_ids: Sequence[int]) -> list[int]:
+        """Ids of all nodes whose paths are a prefix of the tokens, the shortest paths first."""
+        tokens, position, place, found = tuple(token_ids), 0, ROOT, list(self._nodes_at[ROOT])
+        while position < len(tokens) and (edge := self._edges[place].get(tokens[position])) is not None:
+            length = edge.end - edge.start
+            if tokens[position : position + length] != edge.token_ids[edge.start : edge.end]:
+                break
+            position, place = position + length, edge.place
+            found += self._nodes_at[place]
+        return found
+
+    def _place_after(self, place: int, token_ids: tuple[int, ...]) -> int:
+        """The place of tokens after a place, which is made if there is none."""
+        position = 0
+        while position < len(token_ids):
+            edge = self._edges[place].get(token_ids[position])
+            if edge is None:
+                return self._add_edge(place, token_ids, position, len(token_ids))
+            known, new = edge.token_ids[edge.start : edge.end], token_ids[position : position + edge.end - edge.start]
+            length = len(new) if known == new else _num_equal(known, new)
+            place = edge.place if length == len(known) else self._split(place, edge, length)
+            position += length
+        return place
+
+    def _add_edge(self, place: int, token_ids: tuple[int, ...], start: int, end: int) -> int:
+        """Add an edge to a new place, which is returned."""
+        self._edges.append({})
+        self._nodes_at.append([])
+        self._edges[place][token_ids[start]] = _Edge(token_ids, start, end, len(self._edges) - 1)
+        return len(self._edges) - 1
+
+    def _split(self, place: int, edge: _Edge, length: int) -> int:
+        """Divide an edge after a number of its tokens. Returns the new place between its parts."""
+        middle = self._add_edge(place, edge.token_ids, edge.start, edge.start + length)
+        rest = edge._replace(start=edge.start + length)
+        self._edges[middle][rest.token_ids[rest.start]] = rest
+        return middle
+
+
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of equal tokens at the beginning of two sequences."""
+    length = min(len(first), len(second))
+    return next(itertools.compress(itertools.count(), map(operator.ne, first, second)), length)
+
+
+# -- Termination ------------------------------------------------------------------------------------
+# `Termination`: the end of a path in a token graph. Pure data, no I/O.
+
+
+@dataclass(frozen=True)
+class Termination:
+    """The end of a path: why the episode stopped at a node."""
+
+    node: int
+    stop_reason: str
+    error: Json | None = None
+    """Exception of a failed episode as JSON (`verl_server.errors.to_wire`)."""
+    reward: float | None = None
+    """Weighted sum of the rewards of the sample. None if the sample has no reward or failed."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Result of each reward function and metric by its name."""
+    segments: Sequence[tuple[int, float]] | None = None
+    """Last node and weight of each path that is trained. None in files of earlier versions: only this path is."""
+
+
+# -- Graph ------------------------------------------------------------------------------------------
 
 
 def require_graph(value: object) -> None:
@@ -289,3 +396,68 @@ class TrajectoryGraph:
                 pending.append((child, self._num_tokens[child]))
                 best = max(best, pending[-1], key=lambda found: found[1])
         return best
+
+
+# -- Divergence -------------------------------------------------------------------------------------
+# Reports where a fork of a session diverges from the path that was recorded before. Pure.
+#
+# Each fork has a reason. `find_divergences` adds the exact position: after how many turns, and at which token the new
+# path differs from the earlier path.
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The position at which one fork differs from the earlier path."""
+
+    node: int
+    """Id of the first node of the new path."""
+    original_node: int
+    """Id of the node that the parent had as its first child."""
+    fork_reason: ForkReason
+    num_turns: int
+    """Number of sampled turns before the fork."""
+    position: int
+    """Offset of the first token that differs, counted from the root."""
+    original_token: int | None
+    """Token id of the earlier path at this position. None if the earlier path ends before it."""
+    new_token: int | None
+    """Token id of the new node at this position. None if the new node ends before it."""
+
+
+def find_divergences(graph: TrajectoryGraph) -> list[Divergence]:
+    """The divergences of all forks of a session, in the order in which the forks were recorded.
+
+    Raises BadInputError if `graph` is no `TrajectoryGraph`.
+    """
+    require_graph(graph)
+    return list(_iterate_divergences(graph))
+
+
+def _iterate_divergences(graph: TrajectoryGraph) -> Iterator[Divergence]:
+    for node in graph.nodes:
+        original = graph.children(node.parent)[0]
+        if node.id == original or node.fork_reason is None:
+            continue
+        num_shared_tokens = 0 if node.parent is None else graph.num_tokens(node.parent)
+        old, new = _first_path_below(graph, original), list(node.token_ids)
+        offset = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        yield Divergence(
+            node=node.id,
+            original_node=original,
+            fork_reason=node.fork_reason,
+            num_turns=0 if node.parent is None else graph.num_turns(node.parent),
+            position=num_shared_tokens + offset,
+            original_token=old[offset] if offset < len(old) else None,
+            new_token=new[offset] if offset < len(new) else None,
+        )
+
+
+def _first_path_below(graph: TrajectoryGraph, node: int) -> list[int]:
+    """Token ids of a node and of the path through the first child of each node below it."""
+    token_ids: list[int] = []
+    current: int | None = node
+    while current is not None:
+        token_ids.extend(graph.node(current).token_ids)
+        children = graph.children(current)
+        current = children[0] if children else None
+    return token_ids

@@ -2,18 +2,13 @@
 
 The modules import vllm, torch, `verl_server/server/` and the parts of `verl_server/weights/` that need no engine.
 
-server_main.py        main module of the server process: arguments from a pipe, then vLLM's own API server
-start_checks.py       what is refused before the engine loads: versions of vLLM, head sizes on a CPU
-start_environment.py  environment variables of vLLM that the server needs
-command_line.py       server arguments as options of vLLM's command line
-keys.py               ASGI class that closes all routes of the server to requests without a key
-worker_extension.py   methods that vLLM adds to its workers: release and resume of memory on a CPU
-start_method.py       vLLM's processes are forked in a server that a forkserver has forked
-forked_server.py      what a forkserver imports and runs for a vLLM server
-forked_worker.py      the worker of such a server
-openmp_threads.py     OpenMP threads of a forked worker, like those of a spawned worker
-weight_engine.py      the weight transfer engine of each worker
-weight_session.py     what happened in one update on one worker
+server_main.py    main module of the server process: arguments from a pipe, then vLLM's own API server
+start.py          what is refused before the engine loads, environment variables, command line, keys
+forked_server.py  what a forkserver imports and runs for a vLLM server
+forked_worker.py  the worker of such a server, and its OpenMP threads
+weights.py        the weight transfer engine of each worker, and methods that vLLM adds to its workers
+reload.py         vLLM's own reload of a model, for every model
+cpu_reload.py     one copy and one packing of each module, for models on a CPU whose modules are all known
 loading/              how an update gets into the model of one worker
 """
 
@@ -29,9 +24,9 @@ def register() -> None:
     """Register the weight transfer engine with vLLM. May be called again.
 
     vLLM calls it by the entry point group `vllm.general_plugins` where this package is installed. In servers that this
-    library starts, `worker_extension.py` calls it, because there the package may only be on `PYTHONPATH`.
+    library starts, `weights.py` calls it, because there the package may only be on `PYTHONPATH`.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # it is already registered
-        WeightTransferEngineFactory.register_engine(BACKEND, "verl_server.vllm_server.weight_engine", "WeightEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, "verl_server.vllm_server.weights", "WeightEngine")

@@ -10,9 +10,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-from verl_server.vllm_server import server_main, start_method
-from verl_server.vllm_server.start_checks import find_fork_refusal
-from verl_server.vllm_server.start_environment import IMPORT_VARIABLES
+from verl_server.vllm_server import server_main, start
+from verl_server.vllm_server.start import IMPORT_VARIABLES, find_fork_refusal
 
 PROGRAM = server_main.__file__
 #: Modules that the processes of a server import. Another version of vLLM may not have all of them.
@@ -20,8 +19,8 @@ MODULES = (
     "uvloop", "orjson", "xxhash",
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker",
-    "verl_server.vllm_server.forked_worker", "verl_server.vllm_server.worker_extension",
-    "verl_server.vllm_server.weight_engine", "verl_server.vllm_server.wire.app",
+    "verl_server.vllm_server.forked_worker", "verl_server.vllm_server.weights",
+    "verl_server.vllm_server.weights", "verl_server.vllm_server.wire.app",
 )  # fmt: skip
 #: Seconds between two checks of a queue between vLLM's processes.
 QUEUE_POLL_S = 50e-6
@@ -50,7 +49,7 @@ def load() -> None:
 
 def serve() -> None:
     """Run the server whose arguments are on standard input."""
-    start_method.fork_processes()
+    start.fork_processes()
     _sleep_while_waiting()
     server_main.main()
 

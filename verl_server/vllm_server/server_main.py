@@ -14,10 +14,14 @@ from typing import Any, cast
 
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, read_arguments
 from verl_server.types import parse_weight_version
-from verl_server.vllm_server import start_method
-from verl_server.vllm_server.command_line import to_command_line, translate
-from verl_server.vllm_server.start_checks import find_argument_refusal, find_version_refusal
-from verl_server.vllm_server.start_environment import server_variables
+from verl_server.vllm_server import start
+from verl_server.vllm_server.start import (
+    find_argument_refusal,
+    find_version_refusal,
+    server_variables,
+    to_command_line,
+    translate,
+)
 
 #: Begin of the log line with the reason of `EXIT_BAD_ARGUMENT`.
 REFUSAL = "vLLM refuses the server arguments: "
@@ -41,12 +45,12 @@ def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from verl_server.vllm_server import register
-    from verl_server.vllm_server.keys import set_keys
+    from verl_server.vllm_server.start import set_keys
     from verl_server.vllm_server.wire.app import set_facts
     from verl_server.vllm_server.wire.state import ServerFacts
 
-    if start_method.is_forking():
-        server_args = {**server_args, "worker_cls": start_method.WORKER_CLASS}
+    if start.is_forking():
+        server_args = {**server_args, "worker_cls": start.WORKER_CLASS}
     set_keys(api_key, admin_api_key)
     set_facts(ServerFacts(dict(server_args), weight_version))
     register()

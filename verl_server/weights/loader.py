@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 
-from verl_server.weights.checksum import XXH3, Checksums, verified_share
-from verl_server.weights.coverage import Coverage, ReadTensors
-from verl_server.weights.device.loading import copies_on
-from verl_server.weights.device.streams import wait_for_device
+from verl_server.weights.arena import Report
+from verl_server.weights.device import copies_on, wait_for_device
 from verl_server.weights.owner import note_loaded, require_owner
-from verl_server.weights.reports import Report
 from verl_server.weights.transports import receiver_class
 from verl_server.weights.transports.base import Receiver
+from verl_server.weights.verification import XXH3, Checksums, Coverage, ReadTensors, verified_share
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from verl_server.adapter.lora_config import ALL_LINEAR, PREFIX, plain_lora_config
+from verl_server.adapter.model_files import ALL_LINEAR, PREFIX, plain_lora_config
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.types import Json, TensorSpec
-from verl_server.weights.manifest import CASTABLE_DTYPES, Manifest
-from verl_server.weights.unknown_names import fused_with
+from verl_server.weights.manifest import CASTABLE_DTYPES, Manifest, fused_with
 
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 MERGE = "merge the LoRA adapter into the weights and push them with update_weights_from_tensor"

@@ -2,15 +2,305 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from verl_server.errors import BadInputError, WeightManifestError
-from verl_server.platforms.parameter_dtypes import FLOAT_DTYPES
-from verl_server.types import TensorSpec
-from verl_server.weights.checkpoint_names import CheckpointNames
-from verl_server.weights.unknown_names import explain_unknown_name
+from verl_server.errors import BadInputError, UnsupportedError, WeightManifestError
+from verl_server.platforms.parameter_dtypes import FLOAT_DTYPES, served_dtypes, widest_dtype
+from verl_server.types import Json, TensorSpec
+from verl_server.validation import did_you_mean
+from verl_server.weights.arena import SAFETENSORS_DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+
+# -- Checkpoint names -------------------------------------------------------------------------------
+# Conversion of a trainer's tensors to the names and shapes of checkpoints, by the rules of transformers.
+#
+# SGLang reads tensors by the names that checkpoints have. transformers 5 names some tensors differently in a model:
+# for example, Mixtral's `block_sparse_moe.gate.weight` is `mlp.gate.weight`, and all experts of a layer are in two
+# tensors, `experts.gate_up_proj` of shape [experts, 2 * intermediate, hidden] and `experts.down_proj` of shape
+# [experts, hidden, intermediate]. `save_pretrained` converts them back. This module calls the same conversion for one
+# tensor at a time.
+
+GATE_UP_SUFFIX = ".experts.gate_up_proj"
+DOWN_SUFFIX = ".experts.down_proj"
+
+
+class CheckpointNames:
+    """The conversion for one model.
+
+    `build_model` returns the model on torch's meta device. It is called when the first tensor has to be converted.
+    """
+
+    def __init__(self, build_model: Callable[[], Any]) -> None:
+        self._build_model = build_model
+        self._converted: dict[str, dict[str, TensorSpec]] = {}
+        self._renamed: set[str] = set()
+        """Names in `_converted` of the tensors that the checkpoint has with the same values under another name."""
+
+    @cached_property
+    def model(self) -> Any:
+        """The model on torch's meta device. Raises BadInputError or UnsupportedError if it cannot be built."""
+        return self._build_model()
+
+    @cached_property
+    def _model(self) -> Any:
+        """The model on torch's meta device, or None if it cannot be built or transformers has no rules for it."""
+        try:
+            from transformers.conversion_mapping import get_model_conversion_mapping
+            from transformers.core_model_loading import PrefixChange
+        except ImportError:  # transformers 4, whose models have the names of checkpoints
+            return None
+        try:
+            model = self.model
+        except (BadInputError, UnsupportedError):  # its files are not on this machine, or its code is not known
+            return None
+        # As `save_pretrained` does for a model that was not loaded from a checkpoint, but once, not for each tensor.
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        rules = [rule for rule in mapping if not isinstance(rule, PrefixChange)]
+        model._weight_conversions = rules
+        return model if rules else None
+
+    @cached_property
+    def _model_specs(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of each tensor of the model, by the model's names."""
+        tensors = {} if self._model is None else self._model.state_dict()
+        return {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
+
+    def unused_names(self, checkpoint: Collection[str]) -> frozenset[str]:
+        """The names among those of a `checkpoint` that the model has no tensor for: value heads, masks, other models.
+
+        Empty if the model cannot be built, or if the checkpoint has other names than transformers saves.
+        """
+        try:
+            model = self.model
+        except (BadInputError, UnsupportedError):
+            return frozenset()
+        tensors: dict[str, Any] = model.state_dict()
+        used = {new for name, tensor in tensors.items() for new in self.specs(name, TensorSpec.of(tensor))}
+        tied = set(getattr(model, "_tied_weights_keys", None) or ())
+        return frozenset(checkpoint).difference(used) if used <= {*checkpoint, *tied} else frozenset()
+
+    @cached_property
+    def vocabularies(self) -> list[set[str]]:
+        """Names of checkpoints of each output head and its embedding, which may be one parameter in the trainer.
+
+        Empty if the model cannot be built.
+        """
+        try:
+            tied = getattr(self.model, "_tied_weights_keys", None)
+        except (BadInputError, UnsupportedError):
+            return []
+        pairs = tied.items() if isinstance(tied, Mapping) else ()  # transformers 4 has names without their partners
+        return [{self.checkpoint_name(name) for name in pair} for pair in pairs]
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name that the checkpoint has for the trainer's tensor `name`, or the first of its parts."""
+        spec = self._model_specs.get(name)
+        return name if spec is None else next(iter(self.specs(name, spec)))
+
+    @property
+    def model_names(self) -> Collection[str]:
+        """Names of the model's tensors. Empty if transformers has no rules for the model."""
+        return self._model_specs.keys()
+
+    def specs(self, name: str, spec: TensorSpec) -> dict[str, TensorSpec]:
+        """The specs of the checkpoint's tensors, by name in order, for the trainer's tensor `name`.
+
+        Returns `name` itself if it is not a tensor of the model that transformers converts. Raises WeightManifestError
+        for a wrong shape.
+        """
+        model_spec = self._model_specs.get(name)
+        if model_spec is None:
+            return {name: spec}
+        if name not in self._converted:
+            import torch
+
+            tensor = torch.empty(model_spec.shape, device="meta")
+            parts = self._revert(name, tensor)
+            if len(parts) == 1 and next(iter(parts.values())) is tensor:
+                self._renamed.add(name)
+            self._converted[name] = {new: TensorSpec.of(part) for new, part in parts.items()}
+        converted = self._converted[name]
+        if spec.shape != model_spec.shape and list(converted) != [name]:
+            names = ", ".join(list(map(repr, converted))[:2])
+            raise WeightManifestError(
+                f"{name!r} has shape {list(spec.shape)}, the model expects {list(model_spec.shape)}. It stands for "
+                f"{len(converted)} tensors of the checkpoint ({names} ...), which can be pushed by their own names",
+                name=name,
+                expected=list(model_spec.shape),
+                got=list(spec.shape),
+            )
+        return {new: TensorSpec(part.shape, spec.dtype) for new, part in converted.items()}
+
+    def is_converted(self, name: str, spec: TensorSpec) -> bool:
+        """Whether the checkpoint has other values or shapes than the trainer's tensor `name`.
+
+        An operation may keep the shape and exchange rows. Raises WeightManifestError for a wrong shape.
+        """
+        self.specs(name, spec)
+        return name in self._converted and name not in self._renamed
+
+    def tensors(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The checkpoint's named tensors for the trainer's tensor `name`, in the order of `specs`.
+
+        The tensors of fused experts are views; another conversion may copy. Raises WeightManifestError for a wrong
+        shape.
+        """
+        spec = TensorSpec.of(tensor)
+        names = list(self.specs(name, spec))
+        if not self.is_converted(name, spec):
+            return [(names[0], tensor)]
+        if name.endswith(DOWN_SUFFIX) and len(names) == len(tensor):
+            return list(zip(names, tensor, strict=True))
+        if name.endswith(GATE_UP_SUFFIX) and len(names) == 2 * len(tensor):
+            gates, ups = tensor.chunk(2, dim=1)
+            return list(zip(names, (*gates, *ups), strict=True))
+        return list(self._revert(name, tensor).items())
+
+    def _revert(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The checkpoint's named tensors for one tensor, by the conversion of transformers."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self._model, {name: tensor}))
+
+
+# -- Model definition -------------------------------------------------------------------------------
+# The definition of a served model in Hugging Face transformers: configuration and architecture, without weights.
+
+
+def read_config(server_args: Mapping[str, Any]) -> Any:
+    """The configuration (`PretrainedConfig`) of the model that a server with these SGLang arguments serves.
+
+    Raises BadInputError if it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    path = str(server_args["model_path"])
+    try:
+        config = AutoConfig.from_pretrained(
+            path,
+            trust_remote_code=bool(server_args.get("trust_remote_code")),
+            revision=server_args.get("revision"),
+        )
+    except Exception as error:  # the code of the model can raise anything
+        raise BadInputError(f"cannot read the configuration of the model at {path}: {error}") from error
+    overrides = server_args.get("json_model_override_args")
+    if overrides:
+        config.update(json.loads(overrides))
+    return config
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of the text model in `config`. Raises UnsupportedError if there are several."""
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise UnsupportedError(f"weights of {config.architectures} cannot be pushed: {error}") from error
+
+
+def build_on_meta(config: Any, *, trust_remote_code: bool) -> Any:
+    """The model (`PreTrainedModel`) without memory for its weights, on torch's meta device.
+
+    Raises UnsupportedError if transformers cannot build the architecture.
+    """
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_text_model = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in (
+        getattr(config, "auto_map", None) or {}
+    )
+    factory = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
+    try:
+        with torch.device("meta"):
+            return factory.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the code of the model can raise anything
+        raise UnsupportedError(
+            f"transformers cannot build {config.architectures or config.model_type}: {error}"
+        ) from error
+
+
+# -- Unknown names ----------------------------------------------------------------------------------
+# Explanations of tensor names that the model does not have. Pure functions.
+#
+# The common mistakes are names of a wrapped module, and names that SGLang uses inside the server.
+
+WRAPPER_PREFIXES = {
+    "module": "DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel",
+    "_checkpoint_wrapped_module": "checkpoint_wrapper",
+}
+"""Components that wrappers add to parameter names, and the wrapper that adds each of them."""
+PEFT_COMPONENTS = frozenset({
+    "base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
+})  # fmt: skip
+"""Components of the names of a model's tensors after PEFT has added a LoRA adapter to the model."""
+SERVER_FUSED_NAMES = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+"""Components of SGLang's parameter names, and the checkpoint's components that SGLang fuses into each of them."""
+
+
+def fused_with(component: str) -> set[str]:
+    """The components that SGLang fuses with `component`, itself, and the fused component."""
+    groups = ({fused, *parts} for fused, parts in SERVER_FUSED_NAMES.items())
+    return {component}.union(*(group for group in groups if component in group))
+
+
+def explain_unknown_name(name: str, known: Collection[str]) -> str:
+    """The end of an error message about the unknown tensor `name`: its cause and cure, or the most similar name.
+
+    `known`: the names that the model accepts. Empty if nothing is similar.
+    """
+    components = name.split(".")
+    if not PEFT_COMPONENTS.isdisjoint(components):
+        return (
+            ": the trainer's model has a LoRA adapter of PEFT. Push the LoRA adapter with load_lora_adapter. Or merge "
+            "it into the weights (model.merge_adapter()), push them with the names of the checkpoint, that is without "
+            "'base_model.model.' and '.base_layer' and without the tensors of the LoRA adapter, and unmerge it"
+        )
+    prefixes = [component for component in dict.fromkeys(components) if component in WRAPPER_PREFIXES]
+    plain_name = ".".join(component for component in components if component not in WRAPPER_PREFIXES)
+    parts = _checkpoint_names(plain_name, known)
+    wrappers = " and ".join(f"{prefix + '.'!r} ({WRAPPER_PREFIXES[prefix]})" for prefix in prefixes)
+    wrapped = f" it contains {wrappers}, which a wrapper of the module adds" if prefixes else ""
+    if prefixes and plain_name in known:
+        return f":{wrapped}. Remove it from the names: {plain_name!r}"
+    for start in range(1, len(components)):
+        if (end := ".".join(components[start:])) in known:
+            prefix = ".".join(components[:start])
+            return f": remove the prefix {prefix + '.'!r} from the names: {end!r}"
+    if parts:
+        return (
+            f":{wrapped + ', and' if wrapped else ''} SGLang makes this tensor inside the server from tensors of the "
+            f"checkpoint. Push them by their Hugging Face names: {', '.join(map(repr, parts))}"
+        )
+    return did_you_mean(name, known)
+
+
+def _checkpoint_names(name: str, known: Collection[str]) -> list[str]:
+    """The known names of the tensors that SGLang fuses into the tensor `name`. Empty for another tensor."""
+    components = name.split(".")
+    for fused, parts in SERVER_FUSED_NAMES.items():
+        if fused in components:
+            names = [".".join(part if component == fused else component for component in components) for part in parts]
+            return names if set(names) <= set(known) else []
+    return []
+
+
+# -- Manifest ---------------------------------------------------------------------------------------
 
 CASTABLE_DTYPES = frozenset(FLOAT_DTYPES)
 """Dtypes that are cast to each other when a tensor is pushed, as SGLang does."""
@@ -180,3 +470,189 @@ def _dtype_cure(expected: str) -> str:
         f". These dtypes are converted: {', '.join(sorted(CASTABLE_DTYPES))}. Convert the tensor to one of them, and "
         "multiply a quantized tensor, for example of float8, by its scale"
     )
+
+
+# -- Read manifest ----------------------------------------------------------------------------------
+# Reading the manifest of a served model, before any weight is sent.
+#
+# Names and shapes are read from the headers of the checkpoint that the server loaded. Without a checkpoint (dummy
+# weights) they come from the architecture, built on torch's meta device. The dtypes are those that the servers report
+# for their parameters. This runs in the trainer and reads no weights.
+
+OUTPUT_HEAD = "lm_head.weight"
+DECODER_LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")
+MTP_PREFIX = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
+"""How the names of layers for multi-token prediction (MTP) begin, where they are not numbered as decoder layers."""
+INDEX_FILE = "model.safetensors.index.json"
+CONSOLIDATED_FILE = "consolidated.safetensors"
+
+
+def read_manifest(server_args: Mapping[str, Any], reported_dtypes: Sequence[Json | None] = ()) -> Manifest:
+    """Read the manifest of the model that servers with these SGLang arguments serve.
+
+    `reported_dtypes`: the report of each server on the dtypes of its parameters. For a server without a report they
+    come from the arguments and the checkpoint. Raises BadInputError if the model's configuration or its checkpoint
+    cannot be read, and UnsupportedError if there are neither checkpoint headers nor an architecture that transformers
+    can build.
+    """
+    config = read_config(server_args)
+    names = checkpoint_names_of(server_args)
+    tensors = {} if server_args.get("load_format") == "dummy" else checkpoint_tensors(server_args)
+    if not tensors:
+        tensors = _architecture_tensors(names, config)
+    unreported: Json = {"main": _configured_dtype(server_args.get("dtype") or "auto", config), "others": {}}
+    reports = [report or unreported for report in reported_dtypes] or [unreported]
+    tensors, narrowest = _in_served_dtypes(tensors, served_dtypes(reports, tensors))
+    optional = _optional_names(tensors, config)
+    tied = _tied_names(tensors.keys() - optional, tensors, config)
+    ignored = frozenset({OUTPUT_HEAD} - tensors.keys() if tied else ())
+    return Manifest(tensors, optional, ignored, tied, narrowest, names)
+
+
+def checkpoint_names_of(server_args: Mapping[str, Any]) -> CheckpointNames:
+    """The conversion of a trainer's tensors for the model of a server. Reads the model's files at the first use."""
+
+    def build_model() -> Any:
+        return build_on_meta(read_config(server_args), trust_remote_code=bool(server_args.get("trust_remote_code")))
+
+    return CheckpointNames(build_model)
+
+
+def _optional_names(names: Iterable[str], config: Any) -> frozenset[str]:
+    """The tensors of a checkpoint that most of SGLang's loaders skip, so that trainers often do not have them.
+
+    These are tied output heads, tables of rotary embeddings, and the layers for multi-token prediction (MTP). A few of
+    SGLang's models load such tensors. Therefore the tensors are sent if they are pushed. If they are not pushed and the
+    server needs them, the update fails, because the server reports parameters that were not written.
+    """
+    num_layers = getattr(text_config(config), "num_hidden_layers", None)
+    ties_output_head = bool(getattr(config, "tie_word_embeddings", False))
+
+    def is_mtp(name: str) -> bool:
+        layer = DECODER_LAYER.match(name)
+        return bool(MTP_PREFIX.match(name)) or (
+            layer is not None and num_layers is not None and int(layer[1]) >= num_layers
+        )
+
+    return frozenset(
+        name
+        for name in names
+        if (name == OUTPUT_HEAD and ties_output_head) or name.endswith("rotary_emb.inv_freq") or is_mtp(name)
+    )
+
+
+def _tied_names(required: Iterable[str], tensors: Mapping[str, TensorSpec], config: Any) -> tuple[str, str] | None:
+    """The names of the output head and of the embedding of a model that has one parameter for both, else None.
+
+    The embedding is the only tensor among `required` of the head's shape.
+    """
+    if not getattr(config, "tie_word_embeddings", False):
+        return None
+    text = text_config(config)
+    shape: Any = (getattr(text, "vocab_size", None), getattr(text, "hidden_size", None))
+    if OUTPUT_HEAD in tensors:
+        shape = tensors[OUTPUT_HEAD].shape
+    embeddings = [name for name in required if tensors[name].shape == shape]
+    if len(embeddings) > 1:  # the vocabulary is as large as another dimension
+        embeddings = [name for name in embeddings if name.endswith(EMBEDDINGS)]
+    return (OUTPUT_HEAD, embeddings[0]) if len(embeddings) == 1 else None
+
+
+#: Ends of the names of input embeddings in checkpoints.
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+
+
+def _configured_dtype(argument: str, config: Any) -> str | None:
+    """The dtype that SGLang's `--dtype` gives the weights. None: that of the checkpoint.
+
+    With "auto", SGLang serves float32 checkpoints as float16 on an accelerator.
+    """
+    names = {"half": "float16", "float": "float32"}
+    if argument != "auto":
+        return names.get(argument, argument)
+    dtype = getattr(config, "dtype", None)
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _in_served_dtypes(
+    tensors: Mapping[str, TensorSpec], served: Mapping[str, set[str]]
+) -> tuple[dict[str, TensorSpec], dict[str, str]]:
+    """The specs with the dtypes in which the tensors are pushed, and `Manifest.narrowest`.
+
+    A tensor that has another dtype than most of the checkpoint, for example a router's bias in float32, is not pushed
+    in a smaller one: a server without a report may have it in that dtype.
+    """
+    sizes: Counter[str] = Counter()
+    for spec in tensors.values():
+        sizes[spec.dtype] += math.prod(spec.shape)
+    specs, narrowest = dict(tensors), dict[str, str]()
+    for name, spec in tensors.items():
+        if spec.dtype in CASTABLE_DTYPES and (held := served[name]):
+            is_main = spec.dtype == max(sizes, key=lambda dtype: sizes[dtype])
+            specs[name] = TensorSpec(spec.shape, widest_dtype(held if is_main else held | {spec.dtype}))
+            narrowest[name] = min(held, key=FLOAT_DTYPES.index)
+    return specs, {name: dtype for name, dtype in narrowest.items() if dtype != specs[name].dtype}
+
+
+def checkpoint_tensors(server_args: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """The specs of the checkpoint's tensors by name, empty if none of its safetensors files is on this machine.
+
+    As in SGLang, only the files in the checkpoint's index count: folders of Mistral models contain a second copy of the
+    weights.
+    """
+    folder = _local_folder(str(server_args["model_path"]), server_args.get("revision"))
+    if folder is None:
+        return {}
+    from safetensors import SafetensorError
+
+    index = folder / INDEX_FILE
+    try:
+        if index.is_file():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            files = [folder / name for name in sorted(set(names))]
+            if not any(file.is_file() for file in files):  # only the small files of the model were downloaded
+                return {}
+        else:
+            files = sorted(folder.glob("*.safetensors"))
+            if [file.name for file in files] == [CONSOLIDATED_FILE, "model.safetensors"]:
+                files = files[1:]
+        return {name: spec for file in files for name, spec in _read_header(file).items()}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise BadInputError(f"cannot read the checkpoint in {folder}: {type(error).__name__}: {error}") from error
+
+
+def _local_folder(model_path: str, revision: str | None) -> Path | None:
+    """The folder of a model, which may be in the local cache of the Hugging Face hub. None if it is not there."""
+    if Path(model_path).is_dir():
+        return Path(model_path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _read_header(file: Path) -> dict[str, TensorSpec]:
+    """Names, shapes and dtypes in the header of a safetensors file."""
+    from safetensors import safe_open
+
+    specs: dict[str, TensorSpec] = {}
+    with safe_open(file, framework="pt") as checkpoint:
+        for name in checkpoint.keys():  # noqa: SIM118 - not a dict
+            part = checkpoint.get_slice(name)
+            dtype = part.get_dtype()
+            specs[name] = TensorSpec(tuple(part.get_shape()), SAFETENSORS_DTYPES.get(dtype, dtype))
+    return specs
+
+
+def _architecture_tensors(names: CheckpointNames, config: Any) -> dict[str, TensorSpec]:
+    """The specs of the tensors that a checkpoint of this architecture has, by name."""
+    model = names.model
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
+    specs: dict[str, TensorSpec] = {}
+    for name, tensor in model.state_dict().items():
+        if name not in tied:
+            specs.update(names.specs(name, TensorSpec.of(tensor)))
+    return specs

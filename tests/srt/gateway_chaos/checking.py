@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gateway_chaos.client import Turn
-from verl_server.gateway.turn_text.turn_parsing import split_turn
+from verl_server.gateway.turn_text.splitting import split_turn
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 from verl_server.trajectory.nodes import Node
 

@@ -29,7 +29,7 @@ from verl_server.trajectory import (
     to_tree,
     to_verifiers,
 )
-from verl_server.trajectory.rendering.truncation import TRUNCATION_MARK
+from verl_server.trajectory.rendering.tokenizer import TRUNCATION_MARK
 from verl_server.types import Json
 
 OWN_LIMITS: dict[object, int] = {"unicode": 9}

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from verl_server import ServerError
-from verl_server.agent.generate_fn import GenerateFn
+from verl_server.agent.engines import GenerateFn
 from verl_server.types import Json
 
 STEP: contextvars.ContextVar[tuple[str, tuple[str, ...]]] = contextvars.ContextVar("STEP")

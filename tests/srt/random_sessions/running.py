@@ -20,7 +20,7 @@ from random_sessions.events import EventLog, FaultInjector, read_events
 from random_sessions.plans import BatchPlan, Interruption
 from verl_server import AsyncHttpServerEngineAdapter
 from verl_server.agent import RolloutRunner, Sample, Task, as_generate_fn
-from verl_server.agent.generate_fn import GenerateFn
+from verl_server.agent.engines import GenerateFn
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, list_sessions, load_session
 from verl_server.types import Json
 

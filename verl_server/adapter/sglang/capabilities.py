@@ -6,12 +6,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_server.adapter.sglang.endpoints import BEGIN_UPDATE, LOADS, OPENAPI, WEIGHTS_CHECKER, Endpoint
-from verl_server.adapter.sglang.request_fields import REQUEST_FIELDS
+from verl_server.adapter.sglang.replies import BEGIN_UPDATE, LOADS, OPENAPI, WEIGHTS_CHECKER, Endpoint
+from verl_server.adapter.sglang.requests import REQUEST_FIELDS
 from verl_server.errors import UnsupportedError, VerlServerError
 
 if TYPE_CHECKING:
-    from verl_server.adapter.http_client import HttpClient
+    from verl_server.adapter.http import HttpClient
 
 #: Lowest and highest supported version. `verl-server doctor` warns about other versions, which may work too.
 SUPPORTED_VERSIONS = ("0.5.15", "0.5.23")

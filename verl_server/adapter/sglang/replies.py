@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from verl_server.adapter.sglang.endpoints import Endpoint
-from verl_server.adapter.sglang.finish_reasons import find_end_tokens, find_tokenizer_end_tokens
 from verl_server.adapter.sglang.requests import PromptLimits
 from verl_server.errors import (
     BadInputError,
@@ -19,9 +19,134 @@ from verl_server.errors import (
     UnsupportedError,
     VerlServerError,
 )
-from verl_server.platforms.http_hooks import RELEASED_MEMORY
 from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES
+from verl_server.platforms.scheduler_hooks import RELEASED_MEMORY
 from verl_server.types import Json, parse_weight_version
+
+# -- Finish reasons ---------------------------------------------------------------------------------
+# Finish reasons of aborted generations. Pure functions.
+#
+# SGLang runs one more step for a request that it aborts, and the abort hides what that step has found: an end token,
+# or the maximum number of tokens. Such a generation is finished. To continue it would add tokens after its end.
+
+DEFAULT_MAX_NEW_TOKENS = 128
+"""`max_new_tokens` of SGLang for a request without it. None means no limit: the output may fill the context."""
+
+
+ADDITIONAL_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+"""Tokens with which SGLang ends a generation if the tokenizer has added them."""
+
+
+def find_tokenizer_end_tokens(tokenizer_config: Mapping[str, Any]) -> frozenset[int]:
+    """The ids of the end tokens that `tokenizer_config.json` names. They may differ from those of the model."""
+    token = tokenizer_config.get("eos_token")
+    names = {token.get("content") if isinstance(token, dict) else token, *ADDITIONAL_END_TOKENS}
+    added = tokenizer_config.get("added_tokens_decoder") or {}
+    return frozenset(int(token_id) for token_id, item in added.items() if item.get("content") in names)
+
+
+def find_end_tokens(*configs: Mapping[str, Any]) -> frozenset[int]:
+    """The ids of the end tokens that `config.json` and `generation_config.json` of a model name."""
+    found: set[int] = set()
+    for config in configs:
+        for part in (config, config.get("text_config") or {}):
+            value = part.get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(found)
+
+
+def correct_aborts(replies: Sequence[Json], sampling_params: Any, end_tokens: Collection[int]) -> None:
+    """Give each reply that was aborted at its end the finish reason `stop` or `length`.
+
+    `sampling_params` as they were sent: a dict, or a list with one dict for each prompt. Such a list with several
+    samples for each prompt is left out.
+    """
+    if isinstance(sampling_params, list) and len(sampling_params) != len(replies):
+        return
+    for number, reply in enumerate(replies):
+        params = sampling_params[number] if isinstance(sampling_params, list) else sampling_params
+        reason = _reason_at_end(reply, params or {}, end_tokens)
+        if reason is not None:
+            reply["meta_info"]["finish_reason"] = reason
+
+
+def _reason_at_end(reply: Json, params: Mapping[str, Any], end_tokens: Collection[int]) -> Json | None:
+    reason, output_ids = reply["meta_info"].get("finish_reason") or {}, reply.get("output_ids")
+    if reason.get("type") != "abort" or reason.get("status_code") or not output_ids:
+        return None
+    last, limit = output_ids[-1], params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+    may_stop = not params.get("ignore_eos") and len(output_ids) >= (params.get("min_new_tokens") or 0)
+    if may_stop and (last in end_tokens or last in (params.get("stop_token_ids") or ())):
+        return {"type": "stop", "matched": last}
+    if limit is not None and len(output_ids) >= limit:
+        return {"type": "length", "length": limit}
+    return None
+
+
+# -- Endpoints --------------------------------------------------------------------------------------
+# SGLang's HTTP routes: the key that a route needs, its class of deadline, and whether a request may be retried.
+
+
+class OperationKind(enum.Enum):
+    """Classes of operations. Each class has its own deadline in `Timeouts`."""
+
+    CONTROL = "control"
+    WEIGHTS = "weights"
+    GENERATION = "generation"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One HTTP route of the server."""
+
+    path: str
+    kind: OperationKind = OperationKind.CONTROL
+    method: str = "POST"
+    needs_admin_key: bool = False
+    retryable: bool = False
+    """Whether the request can be sent a second time without harm, for example after a broken connection."""
+    is_optional: bool = False
+    """Whether some supported versions of SGLang do not have the route."""
+    reply_types: type | tuple[type, ...] = object
+    """Types that the JSON of a successful reply can have. A reply of another type does not come from SGLang."""
+
+
+_WEIGHTS = OperationKind.WEIGHTS
+
+GENERATE = Endpoint("/generate", OperationKind.GENERATION, reply_types=(dict, list))
+ABORT = Endpoint("/abort_request", needs_admin_key=True, retryable=True)
+PAUSE = Endpoint("/pause_generation", needs_admin_key=True, retryable=True)
+CONTINUE = Endpoint("/continue_generation", needs_admin_key=True, retryable=True)
+FLUSH = Endpoint("/flush_cache", needs_admin_key=True, retryable=True)
+BEGIN_UPDATE = Endpoint("/begin_weight_update", _WEIGHTS, needs_admin_key=True, is_optional=True)
+END_UPDATE = Endpoint("/end_weight_update", _WEIGHTS, needs_admin_key=True, is_optional=True)
+UPDATE_FROM_TENSOR = Endpoint("/update_weights_from_tensor", _WEIGHTS, needs_admin_key=True)
+UPDATE_FROM_DISTRIBUTED = Endpoint("/update_weights_from_distributed", _WEIGHTS, needs_admin_key=True)
+UPDATE_FROM_DISK = Endpoint("/update_weights_from_disk", _WEIGHTS, needs_admin_key=True)
+INIT_UPDATE_GROUP = Endpoint("/init_weights_update_group", _WEIGHTS, needs_admin_key=True)
+DESTROY_UPDATE_GROUP = Endpoint("/destroy_weights_update_group", _WEIGHTS, needs_admin_key=True)
+WEIGHT_VERSION = Endpoint("/update_weight_version", needs_admin_key=True, retryable=True)
+LOAD_LORA = Endpoint("/load_lora_adapter_from_tensors", _WEIGHTS, needs_admin_key=True)
+UNLOAD_LORA = Endpoint("/unload_lora_adapter", _WEIGHTS, needs_admin_key=True)
+WEIGHTS_CHECKER = Endpoint("/weights_checker", _WEIGHTS, needs_admin_key=True, is_optional=True)
+RELEASE_MEMORY = Endpoint("/release_memory_occupation", needs_admin_key=True)
+RESUME_MEMORY = Endpoint("/resume_memory_occupation", needs_admin_key=True)
+#: Reports settings of a cache. The only route with an admin key that changes nothing and asks no other process.
+ADMIN_STATUS = Endpoint(
+    "/hicache/storage-backend", method="GET", needs_admin_key=True, retryable=True, is_optional=True
+)
+OPENAPI = Endpoint("/openapi.json", method="GET", retryable=True, is_optional=True, reply_types=dict)
+MODEL_INFO = Endpoint("/model_info", method="GET", retryable=True, reply_types=dict)
+SERVER_INFO = Endpoint("/server_info", method="GET", retryable=True, reply_types=dict)
+#: The served model, and its LoRA adapters as models with a `parent`.
+MODELS = Endpoint("/v1/models", method="GET", retryable=True, reply_types=dict)
+LOADS = Endpoint("/v1/loads", method="GET", retryable=True, is_optional=True, reply_types=dict)
+READY = Endpoint("/ready", method="GET", retryable=True)
+HEALTH = Endpoint("/health", method="GET", retryable=True)
+PING = Endpoint("/ping", method="GET", retryable=True)
+
+
+# -- Replies ----------------------------------------------------------------------------------------
 
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_LOGPROB = 1e-3

@@ -7,14 +7,19 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from verl_server.adapter.lora_config import check_lora_paths
-from verl_server.adapter.sglang.tensor_parallel import require_divisible_model
-from verl_server.config import MemoryTag
+from verl_server.adapter.model_files import ModelFacts, check_lora_paths, find_model_file, read_facts, read_model_config
+from verl_server.adapter.server_engine import ServerEngine
+from verl_server.adapter.sglang.capabilities import SUPPORTED_VERSIONS, TESTED_VERSION
+from verl_server.adapter.sglang.replies import HEALTH, MODEL_INFO, PING, READY
+from verl_server.config import AdapterConfig, MemoryTag
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.server.warden.log_file import MIN_SECRET_CHARACTERS
+from verl_server.server.environment import EngineProfile
+from verl_server.server.launch import LaunchedServer, launch_server
+from verl_server.server.process import AbortCheck, never_abort
+from verl_server.server.warden.warden import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
 from verl_server.validation import (
     is_finite_number,
@@ -24,6 +29,70 @@ from verl_server.validation import (
     require_whole_number,
     to_plain,
 )
+
+# -- Tensor parallel --------------------------------------------------------------------------------
+# Which numbers of tensor parallel ranks divide a model in SGLang.
+
+#: Server arguments with which attention is divided by another number than `tp_size`, or by sizes that are not those of
+#: the model's own `config.json`.
+UNCHECKED_WITH = (
+    "enable_dp_attention", "attn_dp_size", "attn_cp_size", "dcp_size", "json_model_override_args", "revision",
+)  # fmt: skip
+
+
+def require_divisible_model(server_args: Mapping[str, Any]) -> None:
+    """Raise BadInputError when `tp_size` ranks can divide the attention heads neither on a CPU nor on an accelerator.
+
+    Reads the model's `config.json` only. A model whose configuration is not on this machine is not checked.
+    """
+    tp = server_args.get("tp_size") or 1
+    is_cpu_engine = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"  # SGLang's own, which has other rules
+    if tp == 1 or is_cpu_engine or any(server_args.get(name) for name in UNCHECKED_WITH):
+        return
+    try:
+        facts = read_facts(read_model_config(str(server_args["model_path"])))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return  # the server reports what is wrong with the file
+    if indivisible := _indivisible_heads(facts, tp, on_cpu=False):
+        choices = " or ".join(map(str, tp_choices(facts, tp, on_cpu=True)))
+        raise BadInputError(
+            f"tp_size={tp} cannot divide {', '.join(indivisible)} of the model {server_args['model_path']}; "
+            f"use tp_size={choices}. VerlEngine sets tp_size to the number of its trainer ranks unless tp_size is given"
+        )
+
+
+def tp_choices(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[int]:
+    """The nearest lower and the nearest higher number of ranks that divide the model. One rank always does."""
+    fitting = [n for n in range(1, max(facts.heads, 1) + 1) if not indivisible_sizes(facts, n, on_cpu=on_cpu)]
+    lower, higher = [n for n in fitting if n < tp], [n for n in fitting if n > tp]
+    return lower[-1:] + higher[:1]
+
+
+def indivisible_sizes(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[str]:
+    """The sizes of the model that `tp` ranks cannot divide.
+
+    On our platform for CPUs, SGLang pads a model (`configs/update_config.py`). This works for the intermediate size.
+    For attention heads it fails when the weights are loaded, also for KV heads, which a GPU would replicate.
+    """
+    indivisible = _indivisible_heads(facts, tp, on_cpu=on_cpu)
+    if not on_cpu:
+        sizes = {
+            "intermediate elements": facts.intermediate,
+            "intermediate elements of an expert": facts.moe_intermediate,
+        }
+        indivisible += [f"{count} {name}" for name, count in sizes.items() if count % tp]
+    return indivisible
+
+
+def _indivisible_heads(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[str]:
+    indivisible = [f"{facts.heads} attention heads"] if facts.heads % tp else []
+    if facts.kv_heads and not facts.latent and facts.kv_heads % tp and (on_cpu or tp % facts.kv_heads):
+        reason = "a CPU does not replicate them" if on_cpu else "and cannot replicate them evenly"
+        indivisible.append(f"{facts.kv_heads} KV heads ({reason})")
+    return indivisible
+
+
+# -- Server arguments -------------------------------------------------------------------------------
 
 #: Import path of the weight loader that runs inside the server (`weights/loader.py`). It is both an element of the
 #: server argument `custom_weight_loader` and the `load_format` of our weight updates.
@@ -274,3 +343,187 @@ def _validate_model_path(model_path: str) -> str:
     if model_path.startswith(("/", "./", "../", "~")) and not Path(model_path).exists():
         raise BadInputError(f"model_path does not exist: {model_path}")
     return model_path
+
+
+# -- Pushable ---------------------------------------------------------------------------------------
+# Servers whose weights cannot be replaced by pushed tensors. They are refused by name before anything starts.
+
+QUANTIZATION_ARGUMENTS = ("quantization", "torchao_config", "modelopt_quant")
+NO_QUANTIZATION = (None, "", "unquant")
+"""Values of these arguments that quantize nothing."""
+QUANTIZED_FORMATS = frozenset({"bitsandbytes", "gguf"})
+"""Values of `load_format` for quantized checkpoints. A model whose name ends with `.gguf` also is one."""
+QUANTIZATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
+"""Files with which ModelOpt and ModelSlim describe a quantized checkpoint outside of its `config.json`."""
+EXTERNAL_KV_STORES = (
+    "hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
+)  # fmt: skip
+"""Arguments that keep the KV cache outside of the server's process, where `flush_cache` does not remove it."""
+EXTERNAL_RADIX_CACHES = frozenset({"flexkv", "lmcache"})
+"""Values of `radix_cache_backend` that keep the KV cache outside of the server's process."""
+ALGORITHMS_WITHOUT_DRAFT_MODEL = frozenset({"NGRAM"})
+
+
+PACKED_EXPERTS = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
+"""Values of `moe_runner_backend` whose kernels read the experts' weights in another order than the checkpoint's."""
+
+
+INTERLEAVED_EXPERTS = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+"""Variable with which each end of an update session changes the order of the rows of experts, written or not."""
+
+
+def require_pushable(server_args: Mapping[str, Any], env: Mapping[str, str] | None = None) -> None:
+    """Raise UnsupportedError if a server with these SGLang arguments cannot take pushed weights.
+
+    `env`: the environment variables that are added for the server to those of this process. None: of a server that runs
+    already, whose environment is not known.
+
+    Each rule is a fact of SGLang 0.5.23. The second stages of a pipeline and the copies of data parallelism do not
+    answer an update. A draft model for speculative decoding is passed the same update as the served model. A quantized
+    model keeps scales that belong to its earlier weights. An external KV store keeps the KV cache of earlier weights.
+    The scheduler of a server with a weight cache ends at the first update. Encoders of other servers are not updated.
+    """
+    if (reason := _reason(server_args, {} if env is None else os.environ | dict(env))) is not None:
+        raise UnsupportedError(
+            f"weights cannot be pushed into a server with {reason}. Without weight updates, start such a server with "
+            "HttpServerEngineAdapter.launch, or as replicas of a RolloutManager with mode='colocated'"
+        )
+
+
+def require_unpacked_experts(resolved_args: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for a server without update sessions whose kernels need packed weights of experts.
+
+    SGLang 0.5.15 packs the weights after it has read the checkpoint, and not after an update: the server would compute
+    with weights in the wrong order. Later versions pack them again at the end of an update session. `resolved_args`:
+    the arguments of a running server with the values that SGLang has chosen.
+    """
+    if (backend := resolved_args.get("moe_runner_backend")) in PACKED_EXPERTS:
+        raise UnsupportedError(
+            f"weights cannot be pushed into a server with moe_runner_backend={backend!r} of an SGLang without "
+            f"/begin_weight_update: use 'triton', or SGLang {TESTED_VERSION}"
+        )
+
+
+def _reason(server_args: Mapping[str, Any], env: Mapping[str, str]) -> str | None:
+    """What makes pushed weights impossible, and what to use instead. None: nothing."""
+    if (pp_size := server_args.get("pp_size") or 1) > 1:
+        return f"pp_size={pp_size} pipeline stages: use tp_size instead"
+    if (dp_size := server_args.get("dp_size") or 1) > 1 and not server_args.get("enable_dp_attention"):
+        return f"dp_size={dp_size} data parallel copies: use that many replicas, or enable_dp_attention"
+    algorithm = server_args.get("speculative_algorithm")
+    if algorithm is not None and str(algorithm).upper() not in ALGORITHMS_WITHOUT_DRAFT_MODEL:
+        return f"speculative_algorithm={algorithm!r}, which has a draft model: leave it out, or use 'NGRAM'"
+    if (mode := server_args.get("weight_cache_mode") or "off") != "off":
+        return f"weight_cache_mode={mode!r}, whose servers map the same weights: leave it out"
+    if env.get(INTERLEAVED_EXPERTS, "").lower() in ("1", "true", "yes", "y"):
+        return f"the environment variable {INTERLEAVED_EXPERTS}={env[INTERLEAVED_EXPERTS]}: remove it"
+    if server_args.get("language_only"):
+        return "language_only=True, whose images other servers encode: leave it out"
+    return _external_kv_store(server_args) or _quantization(server_args)
+
+
+def _external_kv_store(server_args: Mapping[str, Any]) -> str | None:
+    """The argument that makes the server keep its KV cache outside of its process, and what to do. None: nothing."""
+    names = [name for name in EXTERNAL_KV_STORES if server_args.get(name)]
+    if str(server_args.get("radix_cache_backend")).lower() in EXTERNAL_RADIX_CACHES:
+        names.append("radix_cache_backend")
+    if not names:
+        return None
+    return (
+        f"{names[0]}={server_args[names[0]]!r}: its external store keeps the KV cache of earlier weights: leave it out"
+    )
+
+
+def _quantization(server_args: Mapping[str, Any]) -> str | None:
+    """What makes the served model a quantized model, and what to use instead. None: nothing."""
+    for name in QUANTIZATION_ARGUMENTS:
+        if server_args.get(name) not in NO_QUANTIZATION:
+            return f"{name}={server_args[name]!r}: serve the model without quantization"
+    unquantized = "serve an unquantized checkpoint, for example bfloat16"
+    load_format, model_path = server_args.get("load_format"), str(server_args.get("model_path") or "")
+    if load_format in QUANTIZED_FORMATS:
+        return f"load_format={load_format!r}, a quantized checkpoint: {unquantized}"
+    if PurePath(model_path).suffix == ".gguf":
+        return f"model_path={model_path!r}, a quantized checkpoint: {unquantized}"
+    config = {**(read_model_config(model_path) if model_path else {}), **_config_overrides(server_args)}
+    if quantization := config.get("quantization_config") or config.get("compression_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        return f"a quantized checkpoint (quant_method {method!r}): {unquantized}"
+    for name in QUANTIZATION_FILES if model_path else ():
+        if find_model_file(model_path, name) is not None:
+            return f"a quantized checkpoint (it has the file {name}): {unquantized}"
+    return None
+
+
+def _config_overrides(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """What `json_model_override_args` changes in the model's `config.json`. SGLang reports invalid JSON."""
+    overrides = server_args.get("json_model_override_args")
+    try:
+        overrides = json.loads(overrides) if isinstance(overrides, str) else overrides
+    except ValueError:
+        return {}
+    return dict(overrides) if isinstance(overrides, Mapping) else {}
+
+
+# -- Launch -----------------------------------------------------------------------------------------
+# Start one SGLang server under supervision, and SGLang as a `ServerEngine`.
+
+#: SGLang's main node answers `/ready` with 200 only while it accepts requests (0.5.15 has no `/ready`, but `/health`).
+#: Nodes after the first serve only `/ping` and `/health`. The log phrases are those of uvicorn, ZeroMQ and SGLang.
+SGLANG = EngineProfile(
+    name="SGLang",
+    main_module="verl_server.server.server_main",
+    forked_module="verl_server.server.forkserver.sglang_server",
+    secret_arguments=SECRET_ARGUMENTS,
+    ready_paths=(READY.path, HEALTH.path),
+    worker_node_ready_paths=(PING.path, HEALTH.path),
+    authenticated_path=MODEL_INFO.path,
+    port_taken_phrases=("address already in use", "port is already in use", "is not available", "errno 98"),
+    worker_prefix="sglang::",
+    installation="run `pip install 'verl-server[sglang]'`",
+    wrong_environment="if it is an environment for vLLM, pass engine_kind='vllm' (VERL_SERVER_ENGINE, --engine)",
+    distribution="sglang",
+    modules={"sglang": "sglang>={},<={}".format(*SUPPORTED_VERSIONS), "xxhash": "xxhash"},
+)
+
+
+def launch_sglang_server(
+    server_args: Mapping[str, Any],
+    config: AdapterConfig,
+    env: Mapping[str, str],
+    check_abort: AbortCheck = never_abort,
+) -> LaunchedServer:
+    """Complete `server_args` (fields of SGLang's `ServerArgs`), start a server and wait until it is ready.
+
+    By default the server's watchdog allows a pause of two updates.
+
+    Raises the errors of `verl_server.server.launch.launch_server`, and BadInputError for invalid `server_args`.
+    """
+    args = complete_server_args(server_args)
+    # SGLang's watchdog takes a request that is paused in place for one that hangs. Its default is 300 s.
+    args.setdefault("watchdog_timeout", max(300.0, 2 * config.timeouts.weights_s))
+    if (args.get("nnodes") or 1) > 1 and not args.get("dist_init_addr"):
+        raise BadInputError(
+            f"nnodes={args['nnodes']} needs dist_init_addr (host:port of the first node, the same on all nodes) and "
+            "node_rank; without them, the nodes of a server do not find each other. Leave nnodes out for one machine",
+            argument="dist_init_addr",
+        )
+    return launch_server(args, SGLANG, config, env, check_abort)
+
+
+def _place_on_devices(
+    server_args: Mapping[str, Any], env: Mapping[str, str], first: int, count: int
+) -> tuple[Json, Mapping[str, str]]:
+    return {**server_args, "base_gpu_id": first}, env
+
+
+SGLANG_ENGINE = ServerEngine(
+    launch=launch_sglang_server,
+    with_common_names=dict,
+    validate_server_args=validate_server_args,
+    validate_fleet_args=validate_fleet_args,
+    add_fleet_defaults=add_fleet_defaults,
+    require_pushable=require_pushable,
+    require_divisible_model=require_divisible_model,
+    place_on_devices=_place_on_devices,
+)

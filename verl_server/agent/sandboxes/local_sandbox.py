@@ -19,17 +19,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
+from verl_server.agent.sandboxes.command_server import END_SIGNALS, START, remove_folder
 from verl_server.agent.sandboxes.frames import FrameBuffer, encode_frame
-from verl_server.agent.sandboxes.loopback import listen_in
 from verl_server.agent.sandboxes.sandbox import (
     ANSWER_TIMEOUT_S,
     CommandOutcome,
     CommandRequest,
     Sandbox,
     SandboxLimits,
+    listen_in,
     not_running,
 )
-from verl_server.agent.sandboxes.sandbox_process import END_SIGNALS, START, remove_folder
 from verl_server.agent.user_code import call_user_function, wait_uncancelled, wait_within
 from verl_server.errors import InfrastructureError
 from verl_server.types import Json

@@ -3,17 +3,95 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import secrets
 import socket
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from verl_server.agent.sandboxes.arguments import require_arguments, require_content, require_env, require_path
 from verl_server.errors import BadInputError, InfrastructureError, UnsupportedError, UserCodeError
 from verl_server.validation import require_bool, require_seconds, require_whole_number
+
+# -- Arguments --------------------------------------------------------------------------------------
+# Checks of the arguments of a sandbox's methods.
+
+MAX_COMMAND_BYTES = 120 * 1024
+"""Maximum size of an argument, and of all environment variables. Linux refuses an argument of 128 KiB."""
+
+
+def require_arguments(command: object, shell: str) -> list[str]:
+    """The program and its arguments for a command: a line for the shell, or a list. Raises BadInputError."""
+    if isinstance(command, str):
+        parts: list[object] = [shell, "-c", command]
+    elif isinstance(command, (list, tuple)):
+        parts = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in command]
+    else:
+        parts = [command]
+    arguments = [item for item in parts if isinstance(item, str)]
+    if len(arguments) < len(parts):
+        raise BadInputError(f'a command must be a string or a list such as ["ls", "-l"], got {command!r:.80}')
+    if not arguments or not arguments[0] or (isinstance(command, str) and not command.strip()):
+        raise BadInputError("the command is empty")
+    if any("\0" in item for item in arguments):
+        raise BadInputError("the command has a NUL character, which no program can be given")
+    size = max(len(_encode("the command", item)) for item in arguments)
+    if size > MAX_COMMAND_BYTES:
+        raise BadInputError(
+            f"the command has {size:,} bytes, the maximum is {MAX_COMMAND_BYTES:,}; write it to a file with write_file "
+            "and run the file"
+        )
+    return arguments
+
+
+def require_content(name: str, content: object) -> bytes:
+    """The bytes of a text or of bytes. Raises BadInputError for another type."""
+    if isinstance(content, str):
+        return _encode(name, content)
+    if isinstance(content, (bytes, bytearray, memoryview)):
+        return bytes(content)
+    hint = "; pass json.dumps(...) for a dict or a list" if isinstance(content, (dict, list)) else ""
+    raise BadInputError(f"{name} must be a text or bytes, got {type(content).__name__}{hint}")
+
+
+def require_path(name: str, path: object) -> str:
+    """The path as text. Raises BadInputError for another type, an empty path, a NUL character and a leading `~`."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise BadInputError(f"{name} must be a string or a pathlib.Path, got {path!r:.80}")
+    if not text or "\0" in text:
+        raise BadInputError(f"{name} is empty or has a NUL character: {text!r:.80}")
+    if text.startswith("~"):
+        raise BadInputError(f"`~` is not expanded in {name} {text!r:.80}; the folder of the sandbox is its home")
+    _encode(name, text)
+    return text
+
+
+def require_env(env: object) -> dict[str, str]:
+    """A copy of environment variables. Raises BadInputError for names and values that no program can be given."""
+    if not isinstance(env, Mapping) or not all(isinstance(item, str) for pair in env.items() for item in pair):
+        raise BadInputError(f'env must be a dict of strings such as {{"SEED": "1"}}, got {env!r:.80}')
+    if any("\0" in name + value or "=" in name or not name for name, value in env.items()):
+        raise BadInputError("a name in env is empty or has '=', or a name or value has a NUL character")
+    if sum(len(_encode("env", name + value)) for name, value in env.items()) > MAX_COMMAND_BYTES:
+        raise BadInputError(f"env has more than {MAX_COMMAND_BYTES:,} bytes")
+    return dict(env)
+
+
+def _encode(name: str, text: str) -> bytes:
+    """UTF-8, with the bytes that Python has put into a text for file names that are not UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise BadInputError(f"{name} has a character that UTF-8 does not have: {error}") from None
+
+
+# -- Sandbox ----------------------------------------------------------------------------------------
 
 DEFAULT_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 15.0
@@ -234,3 +312,57 @@ class Sandbox(ABC):
 def not_running(reason: str) -> InfrastructureError:
     """The error of a command in a sandbox that does not run."""
     return InfrastructureError(f"the sandbox does not run: {reason}")
+
+
+# -- Loopback ---------------------------------------------------------------------------------------
+# A listening socket on the loopback interface of a sandbox, for a server in the process of the trainer.
+#
+# A local sandbox has a network namespace of its own: its commands reach no port of the machine. A socket belongs to
+# the network namespace in which it was made, and any process can hold it. So a command in the sandbox makes the socket
+# and sends it to the trainer through a Unix socket in the folder of the sandbox (`SCM_RIGHTS`, `man 7 unix`).
+
+SEND_SOCKET = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, socket.socket(socket.AF_UNIX) as client:
+    client.connect(sys.argv[1])
+    socket.send_fds(client, [b"1"], [listener.fileno()])
+"""
+RECEIVE_TIMEOUT_S = 10.0
+
+
+async def listen_in(sandbox: Sandbox, folder: Path) -> socket.socket:
+    """A socket that listens on a free port of `127.0.0.1` in the sandbox. `folder`: that in which commands start.
+
+    Raises InfrastructureError if the sandbox cannot make the socket.
+    """
+    name = f".listen-{secrets.token_hex(8)}"
+    try:
+        with _opened(folder) as opened, socket.socket(socket.AF_UNIX) as inbox:
+            inbox.bind(f"/proc/self/fd/{opened}/{name}")  # the path of a Unix socket has at most 107 characters
+            try:
+                inbox.listen(1)
+                result = await sandbox.run([os.path.realpath(sys.executable), "-I", "-c", SEND_SOCKET, name])
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=opened)
+            if result.exit_code:
+                raise InfrastructureError(f"the sandbox cannot listen on its loopback interface: {result.text}")
+            inbox.settimeout(RECEIVE_TIMEOUT_S)  # the connection waits already
+            with inbox.accept()[0] as connection:
+                connection.settimeout(RECEIVE_TIMEOUT_S)
+                _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    except OSError as error:
+        raise InfrastructureError(f"the sandbox has sent no socket: {error}") from error
+    if not descriptors:
+        raise InfrastructureError("the sandbox has sent no socket")
+    os.set_inheritable(descriptors[0], False)  # a child of the trainer would keep the port
+    return socket.socket(fileno=descriptors[0])
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -19,9 +19,9 @@ def main() -> None:
     import verl_server  # noqa: F401 - later imports of its modules do not use sys.path
 
     del sys.path[0]  # it must not hide modules of the standard library
-    from verl_server.agent.sandboxes import sandbox_process
+    from verl_server.agent.sandboxes import command_server
 
-    sandbox_process.main(sys.argv[1])
+    command_server.main(sys.argv[1])
 
 
 if __name__ == "__main__":

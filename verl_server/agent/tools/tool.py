@@ -4,32 +4,290 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
+import hashlib
 import inspect
+import json
+import linecache
+import logging
+import os
+import re
 import traceback
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
-from typing import Any
+from numbers import Number
+from typing import Annotated, Any, Literal, TypeVar, cast, overload
 
+import orjson
 import pydantic
+from pydantic import Field
 
-from verl_server.agent.phase_times import Phase, measure
-from verl_server.agent.tools.call_counts import count_call, count_error
-from verl_server.agent.tools.failure_log import is_raise, log_failure
-from verl_server.agent.tools.options import ToolOptions, Truncation, options_of
-from verl_server.agent.tools.result_text import as_result_text
+from verl_server.agent.limits import EpisodeStopped, LoopSlots, Phase, RolloutLimits, measure
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
-from verl_server.agent.user_code import call_user_function, create_user_task, wait_until_done
-from verl_server.agent.user_failures import CURRENT_EPISODE_STATE
+from verl_server.agent.user_code import CURRENT_EPISODE_STATE, call_user_function, create_user_task, wait_until_done
+from verl_server.config import Positive, PositiveInt
 from verl_server.errors import BadInputError, InfrastructureError, UserCodeError
-from verl_server.trajectory.rendering.messages import copy_json
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.messages import Message, as_json, copy_json
 from verl_server.types import Json
 from verl_server.validation import (
+    check_fields,
     find_coroutine_error,
+    require_list,
     require_seconds,
 )
+
+logger = logging.getLogger(__name__)
+
+
+# -- Options ----------------------------------------------------------------------------------------
+# `tool`: the decorator that gives a function or a method of an environment the options of a tool.
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Truncation = Literal["start", "middle", "end"]
+"""Part of a too long result that is removed."""
+OPTIONS_ATTRIBUTE = "__verl_server_tool__"
+DEFAULT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class ToolOptions:
+    """The options of a tool, see `tool`."""
+
+    name: Annotated[str, Field(min_length=1)] | None = None
+    description: Annotated[str, Field(min_length=1)] | None = None
+    timeout_s: Positive = DEFAULT_TIMEOUT_S
+    max_result_tokens: PositiveInt | None = None
+    truncate: Truncation = "end"
+    max_concurrency: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @functools.cached_property
+    def _slots(self) -> LoopSlots | None:
+        return None if self.max_concurrency is None else LoopSlots(self.max_concurrency)
+
+    @property
+    def slots(self) -> asyncio.Semaphore | None:
+        """Admits `max_concurrency` calls at a time in this event loop. None without that limit."""
+        return None if self._slots is None else self._slots.of_running_loop()
+
+
+@overload
+def tool(function: Function) -> Function: ...
+
+
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    max_result_tokens: int | None = None,
+    truncate: Truncation = "end",
+    max_concurrency: int | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+def tool(
+    function: Callable[..., Any] | None = None,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    max_result_tokens: int | None = None,
+    truncate: Truncation = "end",
+    max_concurrency: int | None = None,
+) -> Any:
+    """Decorator, with or without options, for a function that is a tool, and for a method of an `Environment`.
+
+    `name`: name of the tool; None takes that of the function. `description`: text that the policy reads; None takes the
+    docstring. `timeout_s`: maximum seconds per call. `max_result_tokens`: maximum number of tokens of a result; None
+    takes `RolloutLimits.max_tool_tokens`. `truncate`: part of a too long result that is removed, "start", "middle" or
+    "end". `max_concurrency`: maximum number of calls that run at a time in this event loop, over all samples; the time
+    that a call waits for its turn does not count against `timeout_s`. Raises BadInputError for an option of a wrong
+    type or value.
+    """
+    if function is not None and not callable(function):
+        raise BadInputError(f"tool is a decorator of a function, got {function!r:.80}; write @tool or @tool(name=...)")
+    options = ToolOptions(name, description, timeout_s, max_result_tokens, truncate, max_concurrency)
+
+    def decorate(decorated: Function) -> Function:
+        setattr(decorated, OPTIONS_ATTRIBUTE, options)
+        return decorated
+
+    return decorate if function is None else decorate(function)
+
+
+def options_of(function: object) -> ToolOptions | None:
+    """The options of a function with the decorator `tool`, also of a bound method. None for any other object."""
+    options = getattr(function, OPTIONS_ATTRIBUTE, None)
+    return options if isinstance(options, ToolOptions) else None
+
+
+# -- Call counts ------------------------------------------------------------------------------------
+# How many calls of each tool a sample has made, and how many of these calls failed.
+
+CallCounts = Counter[str]
+"""Counts by names such as `search/calls` and `search/errors/timeout`."""
+_COUNTS: contextvars.ContextVar[CallCounts | None] = contextvars.ContextVar("verl_server_call_counts", default=None)
+
+
+@contextlib.contextmanager
+def count_calls() -> Iterator[CallCounts]:
+    """Count the calls of a sample. Calls in tasks that begin within the block count, too."""
+    counts: CallCounts = Counter()
+    token = _COUNTS.set(counts)
+    try:
+        yield counts
+    finally:
+        _COUNTS.reset(token)
+
+
+def count_call(tool: str) -> None:
+    """Count a call of a tool in the current sample, when the call begins."""
+    _count(f"{tool}/calls")
+
+
+def count_error(error_type: str, tool: str | None = None) -> None:
+    """Count a call that failed in the current sample.
+
+    `error_type`: that of `ToolResult`, or `failed` for a call that failed the sample. `tool`: name of the tool. None if
+    the call is of no tool: its name is unknown, or the call cannot be parsed.
+    """
+    _count(f"errors/{error_type}" if tool is None else f"{tool}/errors/{error_type}")
+
+
+def _count(name: str) -> None:
+    if (counts := _COUNTS.get()) is not None:
+        counts[name] += 1
+
+
+def call_metrics(samples: Iterable[Mapping[str, int]]) -> dict[str, float]:
+    """The sums of the counts of samples by names such as `tools/search/calls`."""
+    total: CallCounts = Counter()
+    for counts in samples:
+        total.update(counts)
+    return {f"tools/{name}": count for name, count in total.items()}
+
+
+# -- Failure log ------------------------------------------------------------------------------------
+# The log of exceptions that tools do not raise on purpose. The policy reads them as results of its calls.
+
+_LOGGED: set[tuple[str, str, str | None, int]] = set()
+"""Tool, type of the exception, file and line of each failure that was logged."""
+
+
+def log_failure(name: str, error: Exception, source_file: str | None) -> None:
+    """Log the exception of the tool `name` with its traceback, once for each line of the source file of the tool.
+
+    An exception that the tool raises by itself with `raise` is not logged: it is an answer to the policy. Other
+    exceptions can be a mistake in the tool, for example a missing key or attribute.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == source_file]
+    if own and own[-1] is frames[-1] and is_raise(own[-1]):
+        return
+    line = (own or frames)[-1].lineno if frames else None
+    failure = (name, type(error).__name__, source_file, line or 0)
+    if failure not in _LOGGED:
+        _LOGGED.add(failure)
+        logger.warning(
+            "the tool %r has raised an exception, which the policy reads as the result of its call. If this is a "
+            "mistake in the tool, correct it. Later exceptions of this type at the same line are not logged; the "
+            "metric tools/%s/errors/raised counts them",
+            name,
+            name,
+            exc_info=error,
+        )
+
+
+def is_raise(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is at a statement `raise`, also at one behind `if ...:` on the same line."""
+    line = linecache.getline(frame.filename, frame.lineno or 0).encode()
+    return line[frame.colno or 0 :].split(b"#")[0].split(maxsplit=1)[:1] == [b"raise"]
+
+
+# -- Result text ------------------------------------------------------------------------------------
+# The text of what a tool returns, which the policy reads.
+
+JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+def as_result_text(name: str, value: Any) -> str:
+    """A text as it is, data as JSON, and any other object as Python writes it. `name`: name of the tool.
+
+    Raises UserCodeError for a coroutine, and for an object that Python writes with its address in memory, also within
+    lists and dicts: the text would say nothing, and it would differ when a sample is replayed.
+    """
+    if isinstance(value, (bytes, bytearray, os.PathLike, Number)) and not isinstance(value, (int, float)):
+        value = _as_json(value)
+    if isinstance(value, str):
+        return value
+    try:
+        return orjson.dumps(value, default=_as_json, option=JSON_OPTIONS).decode()
+    except TypeError:  # an integer of more than 64 bits, a lone surrogate, or a value that is not JSON
+        pass
+    try:
+        return json.dumps(value, default=_as_json, ensure_ascii=False, separators=(",", ":"))
+    except (TypeError, ValueError):
+        _require_texts(name, value)
+        return str(value)
+
+
+def _require_texts(name: str, value: Any) -> None:
+    """Raise UserCodeError if a value has a part that is no data and has no text of its own."""
+    pending, seen = [value], set()
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:  # a list that contains itself
+            continue
+        seen.add(id(item))
+        if isinstance(item, Mapping):
+            pending += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, Set)):
+            pending += item
+        elif inspect.isawaitable(item):
+            if inspect.iscoroutine(item):
+                item.close()
+            raise UserCodeError(f"tool {name!r} returned a value with a coroutine, {item!r:.80}; write `await` there")
+        elif _shows_address(item):
+            raise UserCodeError(
+                f"tool {name!r} returned a value with an object of the type {type(item).__name__}, of which Python "
+                "writes only the address in memory; return a text, JSON values or a pydantic model"
+            )
+
+
+def _shows_address(item: object) -> bool:
+    """Whether the text of an object is only its address in memory, which differs in each process."""
+    return re.fullmatch(r"<.* at 0x[0-9a-fA-F]+>", str(item)) is not None
+
+
+def _as_json(value: Any) -> Any:
+    """A value of another library as JSON values. Raises TypeError for other values."""
+    if isinstance(value, pydantic.BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, (bytes, bytearray)):
+        return value.decode("utf-8", "backslashreplace")
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (Set, Sequence, ValuesView)):
+        return list(value)
+    if isinstance(value, Number):  # a decimal or a fraction, with all of its digits
+        return str(value)
+    raise TypeError(type(value).__name__)
+
+
+# -- Tool -------------------------------------------------------------------------------------------
 
 RUN_EXAMPLE = "async def run(self, arguments)"
 """How the method `run` of a tool is written, for errors."""
@@ -250,3 +508,106 @@ def _is_mistake_in_source(error: Exception, source_file: str | None) -> bool:
         return False
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename == source_file and not is_raise(frames[-1])
+
+
+# -- Registry ---------------------------------------------------------------------------------------
+# The tools of an agent by name.
+
+MAX_CONCURRENT_CALLS = 16
+"""Maximum number of calls of one turn that are executed at a time. A policy can write a thousand calls in one turn, and
+each call of a function that is not a coroutine function has a thread."""
+
+
+class ToolRegistry:
+    """The tools of an agent by name. Functions are converted to `FunctionTool`."""
+
+    def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
+        """Raises BadInputError if `tools` is not a list, for a function that cannot be a tool, for a `Tool` whose
+        constructor does not call `super().__init__`, and for two tools with the same name.
+        """
+        hint = f"write tools=[{getattr(tools, '__name__', 'function')}]"
+        if hasattr(tools, "__aenter__"):
+            hint = "write `async with mcp_tools(...) as tools:` and pass these tools"
+        require_list("tools", tools, hint)
+        self._tools: dict[str, Tool] = {}
+        for item in tools:
+            tool = item if isinstance(item, Tool) else FunctionTool(item)
+            if missing := [name for name in ("name", "schema", "timeout_s") if not hasattr(tool, name)]:
+                kind = type(tool).__qualname__
+                raise BadInputError(
+                    f"the tool {kind} has no attribute {missing[0]!r}; call super().__init__(name, description, "
+                    f"parameters, timeout_s) in {kind}.__init__"
+                )
+            if tool.name in self._tools:
+                raise BadInputError(
+                    f"two tools have the name {tool.name!r}; pass name= to FunctionTool, or prefix= to mcp_tools"
+                )
+            self._tools[tool.name] = tool
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tools, in the order of `schemas`."""
+        return list(self._tools)
+
+    @property
+    def schemas(self) -> list[Json]:
+        """JSON schemas of all tools, as chat templates take them."""
+        return [tool.schema for tool in self._tools.values()]
+
+    def get(self, name: str) -> Tool | None:
+        """The tool with this name, or None."""
+        return self._tools.get(name)
+
+    def truncate_result(self, message: Message, renderer: ChatRenderer, limits: RolloutLimits) -> Message:
+        """The message. The result of a tool is truncated to the limit of its tool or else to `max_tool_tokens`."""
+        content = message.get("content")
+        if message.get("role") != "tool" or not isinstance(content, (str, list)):
+            return message
+        tool = self.get(str(message.get("name")))
+        max_tokens = (tool and tool.max_result_tokens) or limits.max_tool_tokens
+        return {**message, "content": renderer.truncate_content(content, max_tokens, tool.truncate if tool else "end")}
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A digest of the schemas, equal in every process."""
+        return hashlib.sha256(as_json(self.schemas)).hexdigest()[:16]
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Execute a tool call. Failures become results, see `Tool.call`."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            count_error("unknown_tool")
+            known = ", ".join(sorted(self._tools)) or "none"
+            return ToolResult(
+                call.name, f"Error: there is no tool {call.name!r}; available tools: {known}", "unknown_tool"
+            )
+        return await tool.call(call.arguments)
+
+    async def call_all(self, calls: Sequence[ToolCall | ToolResult]) -> list[ToolResult]:
+        """Execute tool calls concurrently, `MAX_CONCURRENT_CALLS` at a time. Returns results in the order of the calls.
+
+        An entry that is already a result (a malformed call) is returned unchanged. The exception of a tool with a
+        mistake in its source (see `Tool.call`) is raised after all calls have ended, and before the limit of an episode
+        that another call has reached.
+        """
+        slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+
+        async def execute(call: ToolCall | ToolResult) -> ToolResult:
+            if isinstance(call, ToolResult):
+                count_error(call.error_type or "malformed")
+                return call
+            async with slots:
+                return await self.call(call)
+
+        if len(calls) == 1:
+            return [await execute(calls[0])]
+        results = await asyncio.gather(*(execute(call) for call in calls), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            raise next((failure for failure in failures if not isinstance(failure, EpisodeStopped)), failures[0])
+        return cast("list[ToolResult]", results)
+
+
+def as_tool_registry(tools: ToolRegistry | Sequence[Tool | Callable[..., Any]]) -> ToolRegistry:
+    """The registry itself, or a new one for a list of tools. Raises the errors of `ToolRegistry`."""
+    return tools if isinstance(tools, ToolRegistry) else ToolRegistry(tools)

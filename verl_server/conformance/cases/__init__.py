@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from verl_server.conformance.case import Case
-from verl_server.conformance.cases import (
-    killed,
-    lora,
-    memory,
-    models,
-    prefix_cache,
-    refused,
-    repeated,
-    running,
-    update,
-)
+from verl_server.conformance.cases import faults, serving, updates
 
 #: All cases in the order in which they run. The server is started again for a case with other server arguments.
 CASES: tuple[Case, ...] = (
-    *update.CASES,
-    *models.CASES,
-    *running.CASES,
-    *prefix_cache.CASES,
-    *memory.CASES,
-    *refused.CASES,
-    *repeated.CASES,
-    *killed.CASES,
-    *lora.CASES,
+    *updates.UPDATE_CASES,
+    *updates.MODEL_CASES,
+    *serving.RUNNING_CASES,
+    *serving.PREFIX_CACHE_CASES,
+    *serving.MEMORY_CASES,
+    *faults.REFUSED_CASES,
+    *faults.REPEATED_CASES,
+    *faults.KILLED_CASES,
+    *updates.LORA_CASES,
 )

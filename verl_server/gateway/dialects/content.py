@@ -16,11 +16,10 @@ from typing import Any
 import orjson
 
 from verl_server.gateway.conversation import TurnRequest
-from verl_server.gateway.dialects.fields import bad_request, read_text, require_recordable
-from verl_server.gateway.dialects.known_items import derive
+from verl_server.gateway.dialects.base import bad_request, derive, read_text, require_recordable
 from verl_server.gateway.errors import GatewayError
-from verl_server.trajectory.rendering.images import DATA_PREFIX
 from verl_server.trajectory.rendering.messages import image_sources
+from verl_server.trajectory.rendering.vision import DATA_PREFIX
 from verl_server.types import Json
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}

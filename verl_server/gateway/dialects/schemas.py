@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from verl_server.gateway.dialects.fields import bad_request, require_recordable
+from verl_server.gateway.dialects.base import bad_request, require_recordable
 from verl_server.types import Json
 
 MAX_SCHEMA_BYTES, MAX_SCHEMA_PARTS, MAX_SCHEMA_LEVELS = 64 << 10, 2000, 32

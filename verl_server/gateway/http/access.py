@@ -13,7 +13,7 @@ from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionStore
-from verl_server.ranks.machine import is_loopback
+from verl_server.ranks.placement import is_loopback
 
 OPEN_SESSION = OPEN_KEY = "open"
 """Id of the session of requests without a key in the open mode, and a key for clients that must send one."""

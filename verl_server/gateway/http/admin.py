@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,10 +14,63 @@ from fastapi import FastAPI, Request, Response
 
 from verl_server.gateway.config import MIN_SESSION_KEY_CHARS
 from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
+from verl_server.gateway.health import GatewayHealth, GatewayMetrics
 from verl_server.gateway.http.access import Access
-from verl_server.gateway.http.exports import RECORD_FORMAT, RECORD_FORMATS, SessionExports
-from verl_server.gateway.sessions.session_store import SessionStore
+from verl_server.gateway.sessions.session_store import SessionStore, record_kinds
+from verl_server.gateway.threads import call_in_thread
+from verl_server.trajectory.exports import ExportFormat
+from verl_server.trajectory.exports.files import export_lines
+from verl_server.trajectory.recorder import load_session
 from verl_server.types import Json
+
+# -- Exports ----------------------------------------------------------------------------------------
+# `SessionExports`: the records of sessions in all formats. The conversion of a long record takes seconds.
+
+RECORD_FORMAT = "jsonl"
+"""Name of the format of the records themselves."""
+RECORD_FORMATS = (RECORD_FORMAT, *ExportFormat)
+"""Formats in which the record of a session can be read."""
+
+
+class SessionExports:
+    """Reads one record and converts one record at a time: many exports do not slow down all turns.
+
+    They run in daemon threads, which do not hold up the end of the gateway.
+    """
+
+    def __init__(self) -> None:
+        self._reading, self._converting = asyncio.Semaphore(1), asyncio.Semaphore(1)
+
+    async def get(
+        self, file: Path, kind: str, model: str | None, has_left: Callable[[], Awaitable[bool]]
+    ) -> bytes | None:
+        """A record as JSON lines. None if the client has left before its record was read.
+
+        `kind`: one of `RECORD_FORMATS`. `model`: name of the model in the lines. Raises the errors of `load_session`.
+        """
+        is_converted = kind != RECORD_FORMAT
+        async with self._converting if is_converted else self._reading:
+            if await has_left():
+                return None
+            if is_converted:
+                return await call_in_thread(_convert, file, ExportFormat(kind), model)
+            return await call_in_thread(_read_whole_lines, file)
+
+
+def _read_whole_lines(file: Path) -> bytes:
+    """The complete lines of a file. A session that runs may be writing the next line."""
+    content = file.read_bytes()
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _convert(file: Path, kind: ExportFormat, model: str | None) -> bytes:
+    """The session in another format, as JSON lines."""
+    graph = load_session(file)
+    record_kinds(graph)  # of a session that runs; the file gets them at the end of the session
+    return b"".join(orjson.dumps(line) + b"\n" for line in export_lines(graph, kind, model))
+
+
+# -- Admin ------------------------------------------------------------------------------------------
 
 MAX_LISTED_SESSIONS = 10_000
 """Maximum number of sessions of a reply: a few megabytes."""
@@ -142,3 +196,44 @@ def _checked(kind: type[Model], fields: Json) -> Model:
 
 def _reply(body: Json) -> Response:
     return Response(orjson.dumps(body), media_type="application/json")
+
+
+# -- Health -----------------------------------------------------------------------------------------
+# The routes for health and metrics. Only `/health`, which generates a token, needs the key of the admin.
+
+LIVE_PATHS = ("/health/liveliness", "/health/liveness")
+"""Paths that answer while the event loop runs. LiteLLM has both names."""
+READY_PATH, PING_PATH, METRICS_PATH = "/health/readiness", "/health", "/metrics"
+
+
+def add_health_routes(
+    app: FastAPI, access: Access, health: GatewayHealth, metrics: GatewayMetrics, store: SessionStore
+) -> None:
+    """Add the health routes and `/metrics`."""
+
+    async def alive() -> Response:
+        return _health_reply({"status": "healthy"})
+
+    async def ready() -> Response:
+        reasons = await health.reasons()
+        return _health_reply({"status": "not ready" if reasons else "ready", "reasons": reasons}, is_good=not reasons)
+
+    async def ping(request: Request) -> Response:
+        access.require_admin(request)
+        report = await health.examine()
+        return _health_reply(report, is_good=report["status"] == "healthy")
+
+    async def show_metrics() -> Response:
+        metrics.sessions_open.set(store.num_open)
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    for path in LIVE_PATHS:
+        app.add_api_route(path, alive, methods=["GET"])
+    app.add_api_route(READY_PATH, ready, methods=["GET"])
+    app.add_api_route(PING_PATH, ping, methods=["GET"])
+    app.add_api_route(METRICS_PATH, show_metrics, methods=["GET"])
+
+
+def _health_reply(body: Json, *, is_good: bool = True) -> Response:
+    headers = {} if is_good else {"retry-after": "1"}
+    return Response(orjson.dumps(body), 200 if is_good else 503, headers, "application/json")

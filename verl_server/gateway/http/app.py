@@ -5,39 +5,485 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+import functools
+import hashlib
+import logging
+import re
+import secrets
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import orjson
+import uvicorn
+import zstandard
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.datastructures import Headers, MutableHeaders, State
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
 from verl_server.gateway.config import GatewayConfig
-from verl_server.gateway.conversation import TurnRequest, require_size
+from verl_server.gateway.conversation import ARRIVED_AT, TurnRequest, require_size
 from verl_server.gateway.dialects import DIALECTS
-from verl_server.gateway.dialects.dialect import Dialect, openai_error
+from verl_server.gateway.dialects.base import Dialect, KnownItems, NoObjectError, ParsedBody, derive, openai_error
 from verl_server.gateway.errors import ErrorKind, FailureLog, GatewayError
-from verl_server.gateway.health import GatewayHealth
+from verl_server.gateway.health import GatewayHealth, GatewayMetrics
 from verl_server.gateway.http.access import Access
-from verl_server.gateway.http.admin import add_admin_routes
-from verl_server.gateway.http.bodies import parse_body, parse_object, read_body, require_few_parts
-from verl_server.gateway.http.clients import client_of, fingerprint_of, read_fingerprint
-from verl_server.gateway.http.connections import closed_future, is_closed
-from verl_server.gateway.http.health import add_health_routes
-from verl_server.gateway.http.models import add_model_routes
+from verl_server.gateway.http.admin import add_admin_routes, add_health_routes
+from verl_server.gateway.http.connections import closed_future, is_closed, protocol_of
 from verl_server.gateway.http.openapi import add_openapi_route
-from verl_server.gateway.http.request_context import mark_first_token, route_of
-from verl_server.gateway.http.turn_replies import TurnReply, TurnStream, wait_for_first
-from verl_server.gateway.http.turn_routes import GatewayApp, TurnRoute
-from verl_server.gateway.http.ui.routes import add_ui_routes
-from verl_server.gateway.metrics import GatewayMetrics
-from verl_server.gateway.sessions.generation import Client, Generation
+from verl_server.gateway.http.ui import add_ui_routes
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionStore
-from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.worker_threads import is_short_body, run_aside
-from verl_server.trajectory.view.token_texts import DecodeFn
+from verl_server.gateway.sessions.turns import Client, Generation, Slots
+from verl_server.gateway.threads import is_short_body, run_aside
+from verl_server.tracing import continue_trace, span
+from verl_server.trajectory.view.model import DecodeFn
 from verl_server.types import Json
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+
+# -- Turn replies -----------------------------------------------------------------------------------
+# Replies with a turn. Their client waits for the turn until the reply is sent or the connection closes.
+
+PART_BYTES = 64 * 1024
+"""Maximum size of the parts of a reply. The server waits for the client when it has so many bytes to send."""
+
+
+class TurnReply(Response):
+    """A reply with the whole turn as JSON.
+
+    The turn is delivered if the connection is open when at most one part of the reply is left in the buffers of the
+    server. Nobody can know what the client reads from the buffers of the operating system.
+    """
+
+    def __init__(self, body: bytes, generation: Generation, waiting: contextlib.ExitStack) -> None:
+        """`waiting`: the client leaves the turn when it is closed."""
+        super().__init__(body, media_type="application/json")
+        self._parts = [body[start : start + PART_BYTES] for start in range(0, len(body), PART_BYTES)]
+        self._generation, self._waiting = generation, waiting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._waiting:
+            is_long = len(self._parts) > 1
+            if is_long:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                for part in (*self._parts, b""):  # the last send waits until the client has taken the last part
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)  # the client may have gone just now
+            if not is_closed(scope):
+                self._generation.set_delivered()
+            if is_long:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            else:
+                await super().__call__(scope, receive, send)
+
+
+class TurnStream(StreamingResponse):
+    """A stream of server-sent events."""
+
+    def __init__(self, events: AsyncIterator[bytes], client: Client) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._client = client
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams = scope["app"].state.metrics.open_streams.track_inprogress()
+        with self._client, streams:  # also if the client closes the connection before the first event
+            await run_until(closed_future(scope, receive), self.stream_response(send))
+
+
+async def wait_for_first(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of some futures is done. `asyncio.wait` takes several times as long."""
+    if any(future.done() for future in futures):
+        return
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def release(_: asyncio.Future[Any]) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(release)
+    try:
+        await waiter
+    finally:
+        for future in futures:
+            future.remove_done_callback(release)
+
+
+async def run_until(end: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in this task. It is cancelled when `end` is done. A task group takes several times as long."""
+    task, is_running = asyncio.current_task(), True
+    assert task is not None
+
+    def cancel(_: asyncio.Future[None]) -> None:
+        if is_running:
+            task.cancel()
+
+    end.add_done_callback(cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not end.done() or task.uncancel():
+            raise
+    finally:
+        is_running = False
+        end.remove_done_callback(cancel)
+
+
+# -- Bodies -----------------------------------------------------------------------------------------
+# Reading of the bodies of requests.
+
+MAX_ZSTD_WINDOW = 8 << 20
+"""Bytes of memory for the window of a body that is compressed with zstd, as RFC 8878 recommends."""
+MAX_JSON_VALUES = 1_000_000
+"""Maximum number of commas and of opening brackets of a body, also in texts. The parser makes about as many values, and
+stops the event loop meanwhile. A text with so many of these characters has about as many tokens."""
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a request, decompressed.
+
+    Raises GatewayError: 413 for a body that is too long, compressed or not, without reading all of it, and 415 for a
+    `Content-Encoding` that the gateway does not know.
+    """
+    named = request.headers.get("content-encoding", "").lower().split(",")
+    encodings = [name for each in reversed(named) if (name := each.strip()) not in ("", "identity")]
+    for name in encodings:
+        if name not in DECODERS:
+            known = ", ".join(DECODERS)
+            message = f"the Content-Encoding {name[:40]!r} is not supported; send one of {known}, or none"
+            raise GatewayError(ErrorKind.UNSUPPORTED_ENCODING, message)
+    chunks, size = list[bytes](), 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise GatewayError(ErrorKind.INVALID_REQUEST, "the connection was closed before the end of the body") from None
+    body = b"".join(chunks)
+    for name in encodings:
+        body = await run_aside(False, _decompress, name, body, max_bytes)
+    return body
+
+
+def _decompress(name: str, body: bytes, max_bytes: int) -> bytes:
+    """A body without an encoding. Raises GatewayError. The memory is bounded by `max_bytes`."""
+    try:
+        content = DECODERS[name](body, max_bytes + 1)
+    except (zlib.error, zstandard.ZstdError, EOFError) as error:
+        message = f"the body is not valid in its Content-Encoding {name!r}: {error}"
+        raise GatewayError(ErrorKind.INVALID_REQUEST, message) from None
+    if len(content) > max_bytes:
+        raise _too_large(max_bytes)
+    return content
+
+
+def _inflate(body: bytes, max_bytes: int, window_bits: int = zlib.MAX_WBITS | 32) -> bytes:
+    """`deflate` means the format of zlib. Some clients leave out its header."""
+    decoder = zlib.decompressobj(window_bits)  # 32: the header says whether it is gzip or zlib
+    try:
+        content = decoder.decompress(body, max_bytes)
+    except zlib.error:
+        if window_bits < 0:
+            raise
+        return _inflate(body, max_bytes, -zlib.MAX_WBITS)
+    if not decoder.eof and len(content) < max_bytes:
+        raise EOFError("its end is missing")
+    return content
+
+
+def _read_zstd(body: bytes, max_bytes: int) -> bytes:
+    decoder = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW)
+    with decoder.stream_reader(body, read_across_frames=True) as reader:
+        return reader.read(max_bytes)
+
+
+DECODERS: Mapping[str, Callable[[bytes, int], bytes]] = {"gzip": _inflate, "deflate": _inflate, "zstd": _read_zstd}
+"""Functions that decompress a body to at most a number of bytes, by the name of the encoding."""
+
+
+def _too_large(max_bytes: int) -> GatewayError:
+    return GatewayError(ErrorKind.TOO_LARGE, f"the request body has more than {max_bytes} bytes")
+
+
+def parse_object(raw: bytes) -> Json:
+    """The JSON object of a body. Raises the errors of `parse_body`."""
+    return parse_body(raw, KnownItems()).fields
+
+
+def parse_body(raw: bytes, known: KnownItems) -> ParsedBody:
+    """The JSON object of a body. Raises GatewayError, before the body is parsed if it has too many values.
+
+    `known`: the objects of earlier requests, which are not parsed again.
+    """
+    if len(raw) > MAX_JSON_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+        message = f"the request body has more than {MAX_JSON_VALUES} commas and opening brackets"
+        raise GatewayError(ErrorKind.TOO_LARGE, message)
+    try:
+        return known.parse(raw)
+    except orjson.JSONDecodeError as error:
+        raise GatewayError(ErrorKind.INVALID_REQUEST, f"the request body is not valid JSON: {error}") from None
+    except NoObjectError:
+        raise GatewayError(ErrorKind.INVALID_REQUEST, "the request body must be a JSON object") from None
+
+
+def require_few_parts(body: Json, config: GatewayConfig) -> None:
+    """Raise GatewayError (413) for a body with more content parts than the gateway allows.
+
+    The parts of messages, of results of tools, and of Anthropic's `system` count.
+    """
+    count = _count_parts({"content": body.get("system")})
+    for name in ("messages", "input"):
+        items = body.get(name)
+        count += sum(derive(_count_parts, item) for item in items) if isinstance(items, list) else 0
+    if count > (maximum := config.max_content_parts):
+        raise GatewayError(ErrorKind.TOO_LARGE, f"the request has {count} content parts, and {maximum} are allowed")
+
+
+def _count_parts(item: Any) -> int:
+    """Number of content parts of an item in a body."""
+    pending, count = [[item]], 0
+    while pending:
+        items = pending.pop()
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item, dict):
+                if isinstance(parts := item.get("content"), list):
+                    count += len(parts)
+                    pending.append(parts)
+                if isinstance(parts := item.get("output"), list):
+                    count += len(parts)
+                    pending.append(parts)
+    return count
+
+
+# -- Request context --------------------------------------------------------------------------------
+# `RequestContext`: gives each request an id, a span and a line in the log, and measures its duration.
+#
+# The id is the header `x-request-id` of the request, or a random id. It is in the headers of the reply (`x-request-
+# id`, as OpenAI writes it, and `request-id`, as Anthropic does) and in each line of the log about the request.
+
+ID_HEADERS = ("x-request-id", "request-id")
+CLIENT_HAS_GONE = 499
+"""Status of a request whose client has gone before the reply."""
+VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""An id of a client that may stand in a log and in a header."""
+
+
+class RequestContext:
+    """ASGI middleware around the application of the gateway."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = request_id_of(headers.get("x-request-id"))
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        arrived_at, status = time.monotonic(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                reply_headers = MutableHeaders(scope=message)
+                for name in ID_HEADERS:
+                    reply_headers[name] = request_id
+            await send(message)
+
+        token = ARRIVED_AT.set(arrived_at)
+        try:
+            with continue_trace(headers), span("gateway.request", {"verl.request_id": request_id}) as opened:
+                await self._app(scope, receive, send_with_id)
+                opened.set_attribute("http.response.status_code", status)
+                opened.set_attribute("http.route", route_of(scope))
+        finally:
+            ARRIVED_AT.reset(token)
+            seconds = time.monotonic() - arrived_at
+            if "dialect" in state:
+                self._measure(state, status, arrived_at, seconds)
+            shown = (scope["method"], route_of(scope), status or "none", seconds)
+            logger.info("request %s: %s %s, status %s, %.3f s", request_id, *shown)
+
+    def _measure(self, state: Json, status: int, arrived_at: float, seconds: float) -> None:
+        """Count a request for a turn. A stream that ends with an error has the status of the error."""
+        status = state.get("failure_status", status or CLIENT_HAS_GONE)
+        self._metrics.turns.labels(state["dialect"], status).inc()
+        self._metrics.turn_seconds.observe(seconds)
+        if "first_token_at" in state:
+            self._metrics.first_token_seconds.observe(state["first_token_at"] - arrived_at)
+
+
+def request_id_of(given: str | None) -> str:
+    """The id that a client has given, or a random id."""
+    return given if given is not None and VALID_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def mark_first_token(state: State) -> None:
+    """Note the time of the first content of the turn in the reply, for the metrics. `state`: that of the request."""
+    if not hasattr(state, "first_token_at"):
+        state.first_token_at = time.monotonic()
+
+
+def route_of(scope: Scope) -> str:
+    """The path of the route of a request: the path of the request may have a key."""
+    return getattr(scope.get("route"), "path", "without a route")
+
+
+# -- Turn routes ------------------------------------------------------------------------------------
+# The routes for turns. They bypass FastAPI's handling of requests, which takes 0.1 ms for each of them.
+
+SESSION_PREFIX = "/session/"
+
+
+class TurnRoute(Route):
+    """A route of the router for a path of turns. `TurnRoutes` handles nearly all requests before the router."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = self  # as routes of FastAPI do; the log has the path of the route
+        await super().handle(scope, receive, send)
+
+
+class GatewayApp(FastAPI):
+    """The application of the gateway: FastAPI's behind `RequestContext` and `TurnRoutes`."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        super().__init__(
+            title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+        )
+        self.state.metrics = metrics
+        self._entry: ASGIApp = super().__call__
+
+    def add_turn_routes(self, routes: Sequence[TurnRoute]) -> None:
+        """Add the routes for turns. Called once."""
+        self.router.routes += routes
+        self._entry = RequestContext(TurnRoutes(super().__call__, routes), self.state.metrics)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        scope["app"] = self
+        if "//" in scope.get("path", ""):  # a base URL with a slash at its end
+            scope["path"] = re.sub("/{2,}", "/", scope["path"])
+        await self._entry(scope, receive, send)
+
+
+class TurnRoutes:
+    """ASGI application that answers POST requests to the paths of turns. Another application answers all others."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[TurnRoute]) -> None:
+        """`app`: the other application. `routes`: with the paths `/v1/...` and `/session/{session_key}/v1/...`."""
+        self._app = app
+        self._routes = {route.path: route for route in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        route = self._find(scope) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        scope["route"] = route
+        response = await route.endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+    def _find(self, scope: Scope) -> TurnRoute | None:
+        path: str = scope["path"]
+        if not path.startswith(SESSION_PREFIX):
+            return self._routes.get(path)
+        key, _, rest = path.removeprefix(SESSION_PREFIX).partition("/")
+        scope["path_params"] = {"session_key": key}
+        return self._routes.get(f"{SESSION_PREFIX}{{session_key}}/{rest}") if key else None
+
+
+# -- Clients ----------------------------------------------------------------------------------------
+# Who sends a request for a turn: its fingerprint and its retries, by which a request that is sent again is known.
+
+
+def client_of(request: Request, fingerprint: bytes) -> Client:
+    """The client of a request, with its digest. The official SDKs count their retries in a header."""
+    headers, has_left = request.headers, functools.partial(is_closed, request.scope)
+    count = headers.get("x-stainless-retry-count", "0")
+    num_retries = int(count.lstrip("0")[:4] or 0) if count.isdecimal() else 0
+    return Client(fingerprint, num_retries=num_retries, has_id=bool(headers.get("idempotency-key")), has_left=has_left)
+
+
+def fingerprint_of(dialect: Dialect, key: str, body: ParsedBody) -> bytes:
+    """The digest of a request.
+
+    The official SDKs send no id of the request, unless a program asks for it: an `Idempotency-Key` distinguishes
+    several requests with the same body.
+    """
+    digest = hashlib.sha256(dialect.path.encode())  # CPUs have instructions for SHA-256
+    digest.update(hashlib.sha256(key.encode()).digest() if key else b"")
+    for name, part in {**body.parts, **dialect.identity(body.fields)}.items():
+        digest.update(b"%d %d %b%b" % (len(encoded := name.encode()), len(part), encoded, part))
+    return digest.digest()
+
+
+def read_fingerprint(dialect: Dialect, key: str, raw: bytes, known: KnownItems) -> bytes:
+    """`fingerprint_of` a request that is not parsed yet. Raises GatewayError for a body that is no JSON object."""
+    return fingerprint_of(dialect, key, parse_body(raw, known))
+
+
+# -- Models -----------------------------------------------------------------------------------------
+# The routes for names of models, and the root, which Claude Code asks for.
+
+CREATED_AT = "2026-01-01T00:00:00Z"
+
+
+def add_model_routes(app: FastAPI, access: Access, config: GatewayConfig) -> None:
+    """Add `/v1/models` and `/`."""
+
+    async def models(request: Request) -> Json:
+        access.session_of(request)
+        return list_models(config.model_names, request.headers)
+
+    async def model(request: Request) -> Json:
+        """A model by its name, or the list without a name. The gateway accepts every name."""
+        if not (name := request.path_params["name"]):
+            return await models(request)
+        access.session_of(request)
+        return _model(name, request.headers)
+
+    async def root() -> Response:
+        return Response()
+
+    for prefix in ("", "/session/{session_key}"):
+        app.add_api_route(f"{prefix}/v1/models", models, methods=["GET"])
+        app.add_api_route(f"{prefix}/v1/models/{{name:path}}", model, methods=["GET"])
+        app.add_api_route(f"{prefix}/", root, methods=["GET", "HEAD"])
+
+
+def list_models(names: tuple[str, ...], headers: Mapping[str, str]) -> Json:
+    """The names of the model, as Anthropic writes them for its clients, and otherwise as OpenAI does."""
+    models = [_model(name, headers) for name in names]
+    if "anthropic-version" in headers:
+        return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"object": "list", "data": models}
+
+
+def _model(name: str, headers: Mapping[str, str]) -> Json:
+    if "anthropic-version" in headers:
+        return {"type": "model", "id": name, "display_name": name, "created_at": CREATED_AT}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "verl_server"}
+
+
+# -- App --------------------------------------------------------------------------------------------
 
 MAX_FIELD_CHARS = 200
 """Maximum number of characters of the name of a field in an error."""
@@ -295,3 +741,22 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 def _retry_headers(error: GatewayError) -> dict[str, str]:
     return {"retry-after": "1"} if error.kind.is_retryable else {"x-should-retry": "false"}
+
+
+# -- Server -----------------------------------------------------------------------------------------
+# The HTTP server of a gateway: uvicorn with the connections of this package.
+
+
+def make_server(app: FastAPI, config: GatewayConfig, grace_s: int) -> uvicorn.Server:
+    """The server of an application. `grace_s`: seconds in which replies may still be sent at the end."""
+    settings = uvicorn.Config(
+        app,
+        http=protocol_of(config),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,  # nothing depends on the address of a client
+        timeout_keep_alive=config.idle_timeout_s,
+        timeout_graceful_shutdown=grace_s,
+    )
+    return uvicorn.Server(settings)

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from verl_server.gateway.config import GatewayConfig
-from verl_server.gateway.dialects.dialect import openai_error
+from verl_server.gateway.dialects.base import openai_error
 from verl_server.gateway.errors import ErrorKind, GatewayError
 
 MAX_WAITING_REQUESTS = 8

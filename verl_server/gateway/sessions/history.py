@@ -8,19 +8,27 @@ computed from the key of the shorter conversation.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import dataclasses
+import enum
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from verl_server.gateway.conversation import LITELLM_EMPTY_TEXT, AssistantTurn, TurnRequest, normalize_messages
+from verl_server.gateway.turn_text.splitting import THOUGHT_END, split_thought
 from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import Node
+from verl_server.trajectory.nodes import ForkReason, Node
 from verl_server.trajectory.rendering.messages import Message, as_json
 from verl_server.types import Json
 
@@ -236,3 +244,432 @@ class History:
                 keys[node.id] = raw_prompt_key(graph.token_ids(node.id))
                 ends[node.id] = keys[node.id], []
             self.add(keys[node.id], node.id)
+
+
+# -- Conversation kinds -----------------------------------------------------------------------------
+# The kinds of the conversations of a session: the main conversation, and the side calls of an agent program.
+#
+# An agent program asks for more than its main conversation: for a title, for a summary before it shortens its history,
+# and for the turns of sub-agents. The rules look at the structure of a conversation: its tools, its system prompt, its
+# first message, its number of turns, and texts of the policy that come back in it. They are pure;
+# `conversation_labels` applies them to a token graph.
+
+MAX_TITLE_TOKENS = 128
+"""Largest `max_tokens` of a request for a title by an agent that has no tools: its other calls look the same."""
+PROBE_TOKENS = 1
+"""The `max_tokens` of a request that only asks whether the API works."""
+
+
+class ConversationKind(enum.StrEnum):
+    """What a conversation, or a branch of a conversation, is for."""
+
+    MAIN = "main"
+    """The task of the agent. Also another conversation of the same agent, after a command such as `/clear`."""
+    SUB_AGENT = "sub_agent"
+    """Another agent, with a system prompt of its own, whose result goes to the main conversation."""
+    SUMMARY = "summary"
+    """The request for a summary of a conversation, with which the conversation goes on (`COMPACTED`)."""
+    COMPACTED = "compacted"
+    """The conversation after its history was replaced by a summary that the policy has written."""
+    EDITED = "edited"
+    """The conversation after its history was edited."""
+    OTHER_TOOLS = "other_tools"
+    """The conversation after the list of its tools has changed."""
+    SAMPLE = "sample"
+    """Another turn after the same prompt. The agent went on with a different one, or with none of them."""
+    TITLE = "title"
+    """One question without tools about the first message: the title or the topic of the conversation."""
+    SIDE_CALL = "side_call"
+    """Any other single question without tools: whether the API works, what a web page says."""
+
+
+TRAINED_KINDS = frozenset(ConversationKind) - {ConversationKind.TITLE, ConversationKind.SIDE_CALL}
+"""The kinds that are trained by default."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The first prompt of a conversation, and how the conversation went on."""
+
+    system: str = ""
+    """Text of the system prompt."""
+    users: Sequence[str] = ()
+    """Text of each message of the user in the first prompt."""
+    tools: str | None = None
+    """Digest of the tools. None without tools."""
+    num_turns: int = 1
+    """Number of turns of the policy in the conversation."""
+    has_foreign_turns: bool = False
+    """Whether the first prompt has turns of the assistant: a conversation that the session knows in another form."""
+    max_new_tokens: int | None = None
+    """Maximum number of tokens of the first turn, as the agent asked for it."""
+    is_raw: bool = False
+    """Whether the prompt is no chat."""
+
+    @property
+    def first_user(self) -> str:
+        """Text of the first message of the user."""
+        return self.users[0] if self.users else ""
+
+    @property
+    def is_question(self) -> bool:
+        """Whether this is one question without tools."""
+        return self.tools is None and self.num_turns <= 1 and not self.has_foreign_turns
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether the reply is too short for an answer."""
+        return self.max_new_tokens == PROBE_TOKENS
+
+
+def find_main(openings: Sequence[Opening]) -> int:
+    """Index of the main conversation. A title can be asked for before the main conversation begins.
+
+    The first conversation with tools. Without tools: the first conversation of several turns, or else the first.
+    """
+    groups = (
+        [index for index, opening in enumerate(openings) if opening.tools is not None],
+        [index for index, opening in enumerate(openings) if opening.num_turns > 1],
+        [index for index, opening in enumerate(openings) if not opening.is_probe],
+        range(len(openings)),
+    )
+    return next(group[0] for group in groups if group)
+
+
+def kind_of(opening: Opening, main: Opening, has_summary: bool) -> ConversationKind:
+    """The kind of a conversation that begins with a prompt of its own, beside the main conversation.
+
+    `has_summary`: whether its first prompt contains a text that the policy wrote at the end of another conversation.
+    """
+    is_same_system, is_same_tools = opening.system == main.system, opening.tools == main.tools
+    is_same_agent = is_same_system or (is_same_tools and main.tools is not None)
+    if opening.is_raw or main.is_raw:
+        return ConversationKind.MAIN
+    is_title = opening.is_question and _share_text("\n".join(opening.users), main.first_user)
+    is_short_title = is_title and PROBE_TOKENS < (opening.max_new_tokens or math.inf) <= MAX_TITLE_TOKENS
+    is_side_question = opening.is_question and main.tools is not None
+    has_same_start = opening.first_user == main.first_user
+    if is_short_title and not has_same_start and opening.max_new_tokens != main.max_new_tokens:
+        return ConversationKind.TITLE
+    if has_summary and is_same_agent and not is_side_question:
+        return ConversationKind.COMPACTED
+    if has_same_start and (is_same_agent or opening.has_foreign_turns):
+        return ConversationKind.EDITED if is_same_tools else ConversationKind.OTHER_TOOLS
+    if is_same_system and is_same_tools and not opening.is_probe:
+        return ConversationKind.EDITED if opening.has_foreign_turns else ConversationKind.MAIN
+    if is_same_system and opening.has_foreign_turns:
+        return ConversationKind.OTHER_TOOLS
+    if opening.is_probe and opening.is_question:
+        return ConversationKind.SIDE_CALL
+    if is_side_question:
+        return ConversationKind.TITLE if is_title else ConversationKind.SIDE_CALL
+    if is_short_title:
+        return ConversationKind.TITLE
+    return ConversationKind.SUB_AGENT
+
+
+def _share_text(first: str, second: str) -> bool:
+    """Whether one of two texts contains the other."""
+    return bool(first.strip() and second.strip()) and (first in second or second in first)
+
+
+# -- Returning texts --------------------------------------------------------------------------------
+# `WrittenTexts`: finds the texts of the policy that come back in later messages of the user. Pure.
+#
+# The rule compares each line of a text with a whole message. Most lines are ruled out by hashes of pieces of the
+# message, so the work for a message grows with its length, and hardly with the number of texts.
+
+MIN_SUMMARY_CHARS = 40
+"""Minimum number of characters of a text that is recognised when it comes back. Shorter texts come back by chance."""
+MAX_PIECE_CHARS = 64
+"""Length of the longest pieces that are hashed, a power of 2. The lengths are the powers of 2 up to this length."""
+SLOTS_PER_CHAR = 4
+"""Minimum number of slots per character for the hashes of a message. More slots rule out more lines."""
+FACTOR, MIX = 0x01000193, 0x9E3779B1
+"""Odd factors of the hashes: the prime of FNV-1a, and that of Fibonacci hashing for 32 bits."""
+
+Hashes = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """The stripped lines of a text. The arrays have an entry for each line."""
+
+    texts: list[str]
+    lengths: npt.NDArray[np.int64]
+    """Number of characters."""
+    levels: npt.NDArray[np.intp]
+    """Index of the length of the longest piece that fits into the line, see `_piece_hashes`."""
+    starts: Hashes
+    """Hash of the first piece of this length."""
+    ends: Hashes
+    """Hash of the last piece of this length."""
+
+
+class WrittenTexts:
+    """Texts that the policy wrote, in their order."""
+
+    def __init__(self, num_texts: int, text_of: Callable[[int], str]) -> None:
+        """`text_of`: the text with an index. Each text is read once, when it is compared for the first time."""
+        self._num_texts, self._text_of = num_texts, text_of
+        self._lines = dict[int, _Lines]()
+
+    def last_in(self, message: str, end: int | None = None, max_texts: int | None = None) -> int | None:
+        """Index of the last text that comes back in a message of the user. None if no text does.
+
+        A text comes back if the message has most of its characters, line by line: agents change the lines around a
+        summary, for example the tags that they asked for. `end`: index after the last text that is compared.
+        `max_texts`: maximum number of texts that are compared.
+        """
+        end = self._num_texts if end is None else end
+        first = 0 if max_texts is None else max(end - max_texts, 0)
+        lines = [self._lines_of(index) for index in range(first, end)]
+        if not any(known.texts for known in lines):
+            return None
+        are_possible = _may_have(message, lines)
+        for index, known, possible in zip(range(end - 1, first - 1, -1), lines[::-1], are_possible[::-1], strict=True):
+            if _is_most(int(possible @ known.lengths), known):
+                found = (known.texts[line] for line in np.flatnonzero(possible))
+                if _is_most(sum(len(line) for line in found if line in message), known):
+                    return index
+        return None
+
+    def _lines_of(self, index: int) -> _Lines:
+        if index not in self._lines:
+            self._lines[index] = _split(self._text_of(index))
+        return self._lines[index]
+
+
+def _is_most(num_chars: int, lines: _Lines) -> bool:
+    """Whether a number of characters is at least half of a text, if the text is not too short."""
+    return bool(lines.texts) and 2 * num_chars >= int(lines.lengths.sum())
+
+
+def _split(text: str) -> _Lines:
+    """The lines of a text, with their hashes. No lines for a text that is too short to be recognised."""
+    texts = [line for part in text.splitlines() if (line := part.strip())]
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    if lengths.sum() < MIN_SUMMARY_CHARS:
+        texts, lengths = [], lengths[:0]
+    levels, starts, ends = (
+        np.zeros(len(texts), np.intp),
+        np.zeros(len(texts), np.uint32),
+        np.zeros(len(texts), np.uint32),
+    )
+    first_chars = np.cumsum(lengths + 1) - lengths - 1
+    for level, size, hashes in _piece_hashes("\n".join(texts)):
+        fits = np.flatnonzero(lengths >= size)  # longer pieces, which come later, replace shorter pieces
+        levels[fits] = level
+        starts[fits] = hashes[first_chars[fits]]
+        ends[fits] = hashes[first_chars[fits] + lengths[fits] - size]
+    return _Lines(texts, lengths, levels, starts, ends)
+
+
+def _piece_hashes(text: str) -> Iterator[tuple[int, int, Hashes]]:
+    """Index and value of each length of pieces, and the hash of the piece that begins at each character."""
+    hashes: Hashes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    size = 1
+    while len(hashes) and size <= MAX_PIECE_CHARS:
+        yield size.bit_length() - 1, size, hashes * np.uint32(MIX)
+        longer = hashes[:-size] * np.uint32(pow(FACTOR, size, 1 << 32))
+        longer += hashes[size:]
+        hashes, size = longer, 2 * size
+
+
+def _may_have(message: str, texts: list[_Lines]) -> list[npt.NDArray[np.bool_]]:
+    """For each line of each text, whether a message may have the line. False is certain."""
+    levels, starts, ends = (
+        np.concatenate([getattr(lines, name) for lines in texts]) for name in ("levels", "starts", "ends")
+    )
+    num_bits = min(max((SLOTS_PER_CHAR * len(message)).bit_length(), 1), 32)
+    are_possible, has_slot = np.zeros(len(levels), np.bool_), np.zeros(1 << num_bits, np.bool_)
+    for level, _, hashes in _piece_hashes(message):
+        compared = np.flatnonzero(levels == level)
+        if len(compared):
+            has_slot[:] = False
+            has_slot[_slots(hashes, num_bits)] = True
+            has_start, has_end = (has_slot[_slots(pieces[compared], num_bits)] for pieces in (starts, ends))
+            are_possible[compared] = has_start & has_end
+    return np.split(are_possible, np.cumsum([len(lines.texts) for lines in texts])[:-1])
+
+
+def _slots(hashes: Hashes, num_bits: int) -> npt.NDArray[np.intp]:
+    """The first bits of hashes."""
+    return (hashes >> np.uint32(32 - num_bits)).astype(np.intp)  # numpy is faster with indices of this type
+
+
+# -- Conversation labels ----------------------------------------------------------------------------
+# Labels the conversations of a recorded session by their kinds, and finds the paths that are trained. Pure.
+
+MAX_COMPARED = 8
+"""Number of conversations, and of the last nodes, that a new conversation is compared with."""
+MAX_COMPARED_TURNS = 32
+"""Number of the last turns before a conversation whose texts are looked for in the conversation."""
+FORK_REASONS = {
+    ConversationKind.COMPACTED: ForkReason.COMPACTED,
+    ConversationKind.EDITED: ForkReason.EDITED,
+    ConversationKind.OTHER_TOOLS: ForkReason.EDITED,
+}
+"""Reason of the fork at the root of a conversation. Other kinds have the reason `SUB_AGENT`."""
+
+
+def label_conversations(graph: TrajectoryGraph) -> dict[int, ConversationKind]:
+    """The kind of each conversation and of each branch, by the id of its first node.
+
+    A node without a kind of its own belongs to the conversation of its parent. A kind can change while the session goes
+    on: a title may be asked for before the main conversation begins.
+    """
+    roots = graph.children(None)
+    if not roots:
+        return {}
+    openings = [_opening(graph, root) for root in roots]
+    main = find_main(openings)
+    last_turns = [node for node in graph.nodes if node.sampled and not graph.children(node.id)]
+    written = WrittenTexts(len(last_turns), lambda index: _text_of_turn(last_turns[index]))
+    kinds = dict[int, ConversationKind]()
+    summaries = list[int]()
+    for index, (root, opening) in enumerate(zip(roots, openings, strict=True)):
+        kinds[root] = ConversationKind.MAIN if index == main else kind_of(opening, openings[main], has_summary=True)
+        if kinds[root] is ConversationKind.COMPACTED:  # only this kind depends on a summary
+            num_before = bisect.bisect(last_turns, root, key=lambda node: node.id)
+            summary = written.last_in("\n".join(opening.users), num_before, MAX_COMPARED_TURNS)
+            if summary is None:
+                kinds[root] = kind_of(opening, openings[main], has_summary=False)
+            else:
+                summaries.append(last_turns[summary].id)
+    requests = {graph.node(turn).parent for turn in summaries}
+    kinds |= dict(_forks(graph, requests, frozenset(summaries)))
+    for request in requests:
+        if request is not None and kinds.get(request) not in (ConversationKind.MAIN, ConversationKind.COMPACTED):
+            kinds[request] = ConversationKind.SUMMARY
+    return kinds
+
+
+def _forks(
+    graph: TrajectoryGraph, summary_requests: Collection[int | None], summaries: Collection[int]
+) -> Iterator[tuple[int, ConversationKind]]:
+    """The branches within conversations. The branch that went on keeps the kind of its parent.
+
+    `summaries`: turns with which compacted conversations begin. The agent went on with them.
+
+    Of several turns after a prompt, this is the turn after which the last node was recorded: an attempt that died comes
+    before the attempt that went on. If no node follows any of them, it is the last turn. The same holds for several
+    prompts after a turn, except for requests for a summary: the conversation goes on elsewhere after them.
+    """
+    last_nodes = list(range(len(graph.nodes)))
+    for node in reversed(graph.nodes):
+        if node.parent is not None:
+            last_nodes[node.parent] = max(last_nodes[node.parent], last_nodes[node.id])
+    for node in graph.nodes:
+        children = graph.children(node.id)
+        for is_turn, kind in ((True, ConversationKind.SAMPLE), (False, ConversationKind.EDITED)):
+            branches = [child for child in children if graph.node(child).sampled is is_turn]
+            continued = [branch for branch in branches if graph.children(branch) or branch in summaries]
+            going_on = [branch for branch in continued if branch not in summary_requests]
+            kept = max(going_on or continued or branches, key=lambda branch: last_nodes[branch], default=None)
+            yield from ((branch, kind) for branch in branches if branch != kept)
+
+
+def trained_ends(
+    graph: TrajectoryGraph, kinds: dict[int, ConversationKind], trained: Collection[str] = TRAINED_KINDS
+) -> list[int]:
+    """The last turn of each path that is trained, in the order of the turns.
+
+    `kinds`: of `label_conversations`. A turn is trained if all conversations and branches on its path have a kind in
+    `trained`.
+    """
+    ends = dict[int, None]()
+    for leaf in graph.leaves:
+        end = None
+        for node in graph.path(leaf):
+            if node.id in kinds and kinds[node.id] not in trained:
+                break
+            if node.sampled and node.token_ids:
+                end = node.id
+        if end is not None:
+            ends[end] = None
+    return sorted(ends)
+
+
+class RootForkReasons:
+    """Why the conversations of a session that goes on begin with prompts of their own, as far as it is known by now."""
+
+    def __init__(self, graph: TrajectoryGraph) -> None:
+        self._graph = graph
+        self._openings = dict[int, Opening]()
+        """The first `MAX_COMPARED` conversations, by their roots."""
+        self._main: Opening | None = None
+        """The opening of the main conversation. None without a conversation."""
+        self._num_seen_nodes = 0
+
+    @property
+    def num_compared_tokens(self) -> int:
+        """Number of tokens of the turns that the messages of a new conversation are compared with."""
+        return sum(len(node.token_ids) for node in self._graph.nodes[-MAX_COMPARED:] if node.sampled)
+
+    def reason_of(self, messages: Sequence[Message], tools: str | None) -> ForkReason:
+        """The reason of a conversation with these first messages. The work does not grow with the session.
+
+        `tools`: digest of its tools, None without tools.
+        """
+        self._look_at_new_nodes()
+        if self._main is None:
+            return ForkReason.SUB_AGENT
+        graph, opening = self._graph, _opening_of(messages, tools)
+        last_turns = [node for node in graph.nodes[-MAX_COMPARED:] if node.sampled and not graph.children(node.id)]
+        written = WrittenTexts(len(last_turns), lambda index: _text_of_turn(last_turns[index]))
+        has_summary = written.last_in("\n".join(opening.users)) is not None
+        return FORK_REASONS.get(kind_of(opening, self._main, has_summary), ForkReason.SUB_AGENT)
+
+    def _look_at_new_nodes(self) -> None:
+        """An opening depends on its root, on the turns after the root, and on whether a turn was continued."""
+        nodes, has_changed = self._graph.nodes, False
+        for node in nodes[self._num_seen_nodes :]:
+            root = node
+            for _ in range(2):
+                root = root if root.parent is None else nodes[root.parent]
+            if root.parent is None and (root.id in self._openings or len(self._openings) < MAX_COMPARED):
+                self._openings[root.id] = _opening(self._graph, root.id, self._openings.get(root.id))
+                has_changed = True
+        self._num_seen_nodes = len(nodes)
+        if has_changed:
+            openings = list(self._openings.values())
+            self._main = openings[find_main(openings)]
+
+
+def _opening(graph: TrajectoryGraph, root: int, known: Opening | None = None) -> Opening:
+    """The opening of a conversation. `known`: the opening at an earlier time, whose texts are the same."""
+    node = graph.node(root)
+    message = node.message or {}
+    if "messages" not in message:
+        return Opening(is_raw=True)
+    opening = known or _opening_of(message["messages"], node.tools_digest if message.get("tools") else None)
+    turns = [graph.node(child) for child in graph.children(root) if graph.node(child).sampled]
+    num_turns = 1 + any(graph.children(turn.id) for turn in turns)
+    asked = ((turns[0].message or {}).get("request") or {}).get("max_new_tokens") if turns else None
+    if (num_turns, asked) == (opening.num_turns, opening.max_new_tokens):
+        return opening
+    return dataclasses.replace(opening, num_turns=num_turns, max_new_tokens=asked)
+
+
+def _opening_of(messages: Sequence[Message], tools: str | None) -> Opening:
+    texts = [(message["role"], _text_of_message(message)) for message in messages]
+    return Opening(
+        system="\n".join(text for role, text in texts if role == "system"),
+        users=[text for role, text in texts if role == "user"],
+        tools=tools,
+        has_foreign_turns=any(role == "assistant" for role, _ in texts),
+    )
+
+
+def _text_of_message(message: Message) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    parts: list[Json] = [part for part in content if part.get("type") == "text"]
+    return "".join(str(part.get("text")) for part in parts)
+
+
+def _text_of_turn(node: Node) -> str:
+    text = str((node.message or {}).get("content") or "")
+    return split_thought(text, is_open=THOUGHT_END in text)[1]

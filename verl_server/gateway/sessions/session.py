@@ -11,51 +11,336 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import operator
+import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from verl_server.agent.episodes.cursor import Cursor
-from verl_server.agent.episodes.episode_state import EpisodeState
+import orjson
+
+from verl_server.agent.episodes.episode import Cursor
+from verl_server.agent.episodes.episode_state import MAX_JOINED_TOKENS, EpisodeState
 from verl_server.agent.limits import EpisodeStopped
+from verl_server.errors import BadInputError, ServerError
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of, normalize_messages
-from verl_server.gateway.dialects.known_items import KnownItems
+from verl_server.gateway.dialects.base import KnownItems
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.image_check import ImageCheck
-from verl_server.gateway.records.observed_recorder import ObservedRecorder
-from verl_server.gateway.sessions.conversation_labels import RootForkReasons
-from verl_server.gateway.sessions.generation import Client, Generation
+from verl_server.gateway.records import ObservedRecorder
 from verl_server.gateway.sessions.history import (
     TEMPLATE_ARGUMENTS,
     History,
     Key,
+    RootForkReasons,
     closing_text,
     conversation_keys,
     next_branch,
+    prompt_digest,
+    raw_prompt_key,
     tools_digest,
 )
-from verl_server.gateway.sessions.key_memo import KeyMemo
-from verl_server.gateway.sessions.length_check import is_certainly_longer
-from verl_server.gateway.sessions.raw_prompts import append_raw_prompt, encode_raw_prompt
-from verl_server.gateway.sessions.slots import Slots
-from verl_server.gateway.sessions.turn_details import (
-    OMITTED,
-    REFUSED,
-    Prompt,
-    ignored_wishes,
-    read_turn,
-    record_turn,
-    reply_id_of,
-    request_of,
+from verl_server.gateway.sessions.turns import Client, Generation, RecordedTurns, Slots, Turns
+from verl_server.gateway.threads import is_short_body, is_short_prompt, run_aside
+from verl_server.gateway.turn_text.grammar import has_grammar_of_calls, turn_params
+from verl_server.gateway.turn_text.splitting import (
+    SampledCalls,
+    TurnParts,
+    TurnProgress,
+    bytes_of_tokens,
+    decode_turn,
+    split_turn,
+    until_stop,
 )
-from verl_server.gateway.sessions.turns import RecordedTurns, Turns
-from verl_server.gateway.turn_text.grammar import turn_params
-from verl_server.gateway.turn_text.sampled_calls import SampledCalls
-from verl_server.gateway.turn_text.turn_progress import TurnProgress
-from verl_server.gateway.worker_threads import is_short_body, is_short_prompt, run_aside
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node
-from verl_server.trajectory.rendering.messages import Message, image_sources
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.foreign_text import texts_of
+from verl_server.trajectory.rendering.messages import Message, as_json, image_sources
+from verl_server.trajectory.rendering.vision import VisionRenderer
 from verl_server.types import Json
+
+# -- Raw prompts ------------------------------------------------------------------------------------
+# Prompts that are no chats: their tokens, and the turns after them.
+
+
+def encode_raw_prompt(renderer: ChatRenderer, prompt: str | Sequence[int]) -> list[int]:
+    """Token ids of a raw prompt. May be called in any thread."""
+    return renderer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+
+def append_raw_prompt(
+    state: EpisodeState,
+    branch: str,
+    token_ids: Sequence[int],
+    refuse: Callable[[int | None, str, int | None], GatewayError],
+) -> tuple[Cursor, Key]:
+    """Record a raw prompt after the longest recorded path with which the prompt begins.
+
+    `refuse`: makes the error for a prompt that does not fit, of the end of this path, the name of the limit, and the
+    number of tokens of the prompt. Returns the end of the prompt, and the key of the prompt. Raises this error, and
+    GatewayError for tokens that the model cannot read.
+    """
+    leaf, num_known = state.graph.longest_prefix(token_ids)
+    new_ids = token_ids[num_known:]
+    reason = ForkReason.SUB_AGENT if leaf is None else ForkReason.EDITED if new_ids else ForkReason.SAMPLE
+    cursor = Cursor(state, branch, leaf, reason)
+    if new_ids or leaf is None:
+        _require_readable(state.renderer, new_ids)
+        remaining, limit = state.remaining_tokens(leaf)
+        if leaf is None:  # a prompt at the beginning counts for the context only
+            remaining, limit = state.limits.max_context_tokens or len(new_ids) + 1, "max_context_tokens"
+        if len(new_ids) >= remaining:
+            raise refuse(leaf, limit, len(token_ids))
+        text = state.renderer.decode_all(new_ids)
+        cursor.add_context(new_ids, {"appended_text": text})
+    return cursor, raw_prompt_key(token_ids)
+
+
+def _require_readable(renderer: ChatRenderer, token_ids: Sequence[int]) -> None:
+    """Raise GatewayError unless the tokenizer has the tokens, and for tokens that stand for an image.
+
+    A token that is too large ends the process of a server. The policy may sample such a token: the model can have more
+    tokens than the tokenizer. These tokens are in the recorded path.
+    """
+    num_tokens = len(renderer.tokenizer)
+    if not token_ids or max(token_ids) >= num_tokens:
+        raise GatewayError(
+            ErrorKind.INVALID_REQUEST, f"'prompt' must have token ids from 0 to {num_tokens - 1}, and at least one"
+        )
+    if isinstance(renderer, VisionRenderer):
+        try:
+            renderer.require_no_placeholder(token_ids)
+        except BadInputError:
+            message = "'prompt' has a token that stands for an image; send images as messages of a chat"
+            raise GatewayError(ErrorKind.INVALID_REQUEST, message) from None
+
+
+def unsplit_turn(
+    renderer: ChatRenderer, token_ids: Sequence[int], *_: object, stop_sequence: str | None = None, **__: object
+) -> TurnParts:
+    """The turn after a raw prompt: thoughts and tool calls stay in the text. Takes the arguments of `split_turn`."""
+    return TurnParts(until_stop(decode_turn(renderer, token_ids), stop_sequence), "", ())
+
+
+# -- Turn details -----------------------------------------------------------------------------------
+# The prompt of a turn, and what a session records of the turn besides the tokens for a later process.
+
+REFUSED = "refused"
+"""Name of the notes in a record about prompts that do not fit."""
+OMITTED = "omitted"
+"""Name of the notes about what the policy does not see of a prompt: how often each type of parts and tools."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The end of a recorded prompt, and what the turn after it needs."""
+
+    cursor: Cursor
+    key: Key
+    """Key of the conversation that the prompt ends, without `said`."""
+    request: TurnRequest
+    fingerprint: bytes
+    """Digest of the request, by which a request that is sent again is recognised."""
+    said: Sequence[Json] = ()
+    """The assistant message at the end of the prompt, if there is one. With the turn after it, it becomes one."""
+    reply_id: str = field(default_factory=lambda: secrets.token_hex(12))
+    """Id of the reply of a stream, before the turn has an id."""
+
+
+def ignored_wishes(request: TurnRequest, params: Json) -> list[str]:
+    """Fields of a request that have no effect on its turn. `params`: sampling parameters of the turn."""
+    wishes = {
+        "parallel_tool_calls": request.allows_calls
+        and not request.allows_parallel_calls
+        and not has_grammar_of_calls(request, params),
+        "reasoning_effort": request.reasoning_effort is not None,
+    }
+    return [name for name, is_ignored in wishes.items() if is_ignored]
+
+
+def request_of(node: Node, tools: Sequence[Json]) -> TurnRequest:
+    """What reading a recorded turn needs of its request. `tools`: those of its prompt."""
+    has_no_calls = ((node.message or {}).get("request") or {}).get("tool_choice") == "none"
+    return TurnRequest("", (), tools, forced_tools=() if has_no_calls else None)
+
+
+def turn_details(prompt: Prompt, reply: Json, started_at: float, ignored: Sequence[str]) -> Json:
+    """Keys for the recorded message of a turn.
+
+    `stop_sequence`: the stop sequence at which the turn ended, if there is one. `request`: the digest of the request,
+    by which a repeated request is recognised, the id of its reply (`reply`), what labels of conversations depend on
+    (`history.py`), and the times of the turn, which exports read: `started_at`, seconds since 1970, and
+    `duration_s`. Records of earlier versions have no times. `tool_choice` is none if calls are text. `ignored`: fields
+    that have no effect on the turn.
+    """
+    matched = (reply["meta_info"].get("finish_reason") or {}).get("matched")
+    request = prompt.request
+    asked: Json = {"digest": prompt.fingerprint.hex(), "reply": prompt.reply_id, "model": request.model}
+    if (max_new_tokens := request.sampling_params.get("max_new_tokens")) is not None:
+        asked["max_new_tokens"] = max_new_tokens
+    asked |= {"tool_choice": "none"} if request.tools and not request.allows_calls else {}
+    asked |= {"ignored": list(ignored)} if ignored else {}
+    asked |= {"started_at": round(started_at, 6), "duration_s": round(max(time.time() - started_at, 0.0), 6)}
+    return {"request": asked, **({"stop_sequence": matched} if isinstance(matched, str) else {})}
+
+
+def reply_id_of(node: Node) -> str:
+    """Id of the reply of a recorded turn, if it was streamed. Empty for records of earlier versions."""
+    return str((node.message or {}).get("request", {}).get("reply", ""))
+
+
+def read_turn(
+    renderer: ChatRenderer, graph: TrajectoryGraph, node: Node, request: TurnRequest, num_prompt_tokens: int, meta: Json
+) -> AssistantTurn:
+    """The turn that a node contains, in no dialect. `meta`: SGLang's `meta_info` of the reply, empty for a replay."""
+    turn_id, stop = f"{graph.session_id}-{node.id}", (node.message or {}).get("stop_sequence")
+    preceding = () if node.parent is None else graph.node(node.parent).token_ids
+    split = split_turn if request.raw_prompt is None else unsplit_turn
+    parts = split(
+        renderer,
+        node.token_ids,
+        preceding,
+        request.tools,
+        turn_id,
+        stop_sequence=stop,
+        allows_calls=request.allows_calls,
+    )
+    return AssistantTurn(
+        id=turn_id,
+        node=node.id,
+        text=parts.text,
+        reasoning=parts.reasoning,
+        tool_calls=parts.tool_calls,
+        finish_reason="length" if node.finish_reason == "length" else "tool_calls" if parts.tool_calls else "stop",
+        stop_sequence=stop,
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=int(meta.get("cached_tokens") or 0),
+        token_ids=node.token_ids,
+        logprobs=node.logprobs,
+        tokens=bytes_of_tokens(renderer, node.token_ids) if request.logprobs else (),
+    )
+
+
+def record_turn(prompt: Prompt, reply: Json, started_at: float, ignored: Sequence[str]) -> Node:
+    """Record the reply of the engine. Raises ServerError for a reply that the record refuses, for example with NaN."""
+    details = turn_details(prompt, reply, started_at, ignored)
+    try:
+        return prompt.cursor.add_turn(reply, details)
+    except BadInputError as error:  # it is no mistake of the agent
+        raise ServerError(f"the reply of the engine cannot be recorded: {error.message}") from error
+
+
+# -- Length check -----------------------------------------------------------------------------------
+# Finds texts that are too long for a context without the work for all of their tokens.
+
+CHARS_PER_TOKEN = 8
+"""Texts with fewer characters for each token of the context are not checked: nearly all of them are rendered anyway."""
+PIECE_CHARS = 1 << 16
+MAX_CUT_TOKENS = 64
+"""Tokens that a long text may have less than its pieces, for each piece."""
+
+
+async def is_certainly_longer(renderer: ChatRenderer, prompt: Sequence[Message] | str, num_tokens: int) -> bool:
+    """Whether a prompt has more than `num_tokens` tokens for certain. False: the prompt has to be rendered.
+
+    A worker thread counts the tokens of the texts, piece by piece, until there are too many. Messages of the assistant
+    do not count: some chat templates leave out their thoughts.
+    """
+    if isinstance(prompt, str):
+        texts = [prompt]
+    else:
+        texts = [text for message in prompt if message["role"] != "assistant" for text in texts_of(message)]
+    if sum(map(len, texts)) <= CHARS_PER_TOKEN * num_tokens:
+        return False
+    return await run_aside(False, _are_longer, renderer, texts, num_tokens)
+
+
+def _are_longer(renderer: ChatRenderer, texts: Sequence[str], num_tokens: int) -> bool:
+    count = 0
+    for text in texts:
+        pieces = [text[start : start + PIECE_CHARS].strip() for start in range(0, len(text), PIECE_CHARS)]
+        for piece in pieces:
+            count += max(len(renderer.encode(piece)) - (MAX_JOINED_TOKENS if len(pieces) == 1 else MAX_CUT_TOKENS), 0)
+            if count > num_tokens:
+                return True
+    return False
+
+
+# -- Key memo ---------------------------------------------------------------------------------------
+# `KeyMemo`: the keys of conversations, of which each message is hashed once.
+#
+# An agent sends its whole conversation with each request. To compare a message with that of the request before takes a
+# tenth of the time of its hash.
+
+MAX_CONVERSATIONS = 4
+"""Number of conversations that are remembered: the agents of a session take turns."""
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    tools: Sequence[Json]
+    template_arguments: bytes
+    """Variables of the chat template as JSON."""
+    digest: str
+    """Digest of both."""
+    messages: Sequence[Message]
+    calls: Sequence[bytes]
+    """Tool calls of each message as JSON: for Python, 1 and True are equal."""
+    keys: Sequence[Key]
+
+    def is_for(self, tools: Sequence[Json], template_arguments: bytes) -> bool:
+        """Whether these are the same tools, as objects: `KnownItems` gives them to each request that repeats them."""
+        if template_arguments != self.template_arguments:
+            return False
+        return len(tools) == len(self.tools) and all(map(operator.is_, tools, self.tools))
+
+    def num_common(self, digest: str, messages: Sequence[Message]) -> int:
+        """Number of messages at the beginning that are those of this conversation."""
+        if digest != self.digest:
+            return 0
+        count = 0
+        for message, own, own_call in zip(messages, self.messages, self.calls, strict=False):
+            if message is not own and (message != own or _encoded_calls(message) != own_call):
+                break
+            count += 1
+        return count
+
+
+class KeyMemo:
+    """The keys of the latest conversations of a session. May be used in several threads."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[_Conversation, ...] = ()
+        """The latest first."""
+
+    def keys_of(
+        self, tools: Sequence[Json], messages: Sequence[Message], template_arguments: Json | None = None
+    ) -> list[Key]:
+        """`conversation_keys` of a conversation with these tools and variables of the chat template."""
+        latest, arguments = self._latest, as_json(template_arguments or {})
+        known_digest = next((known.digest for known in latest if known.is_for(tools, arguments)), None)
+        digest = known_digest or prompt_digest(tools, template_arguments or {})
+        counts = [known.num_common(digest, messages) for known in latest]
+        count = max(counts, default=0)
+        keys, calls = list[Key](), list[bytes]()
+        if count:
+            known = latest[counts.index(count)]
+            keys, calls = list(known.keys[:count]), list(known.calls[:count])
+        new = messages[count:]
+        keys += conversation_keys(digest, new, keys[-1] if keys else None, messages[:count])
+        conversation = _Conversation(tools, arguments, digest, messages, [*calls, *map(_encoded_calls, new)], keys)
+        others = [known for known, common in zip(latest, counts, strict=True) if common < len(known.messages)]
+        self._latest = (conversation, *others[: MAX_CONVERSATIONS - 1])
+        return keys
+
+
+def _encoded_calls(message: Message) -> bytes:
+    return orjson.dumps(found) if (found := message.get("tool_calls")) else b""
+
+
+# -- Session ----------------------------------------------------------------------------------------
 
 
 class Session:

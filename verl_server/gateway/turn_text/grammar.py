@@ -20,7 +20,7 @@ from verl_server.agent.tools.parsing import closes_thought, opens_thought
 from verl_server.gateway.conversation import TurnRequest
 from verl_server.gateway.dialects.schemas import referenced
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.turn_text.turn_parsing import (
+from verl_server.gateway.turn_text.splitting import (
     CALL_END,
     CALL_START,
     THOUGHT_END,

@@ -8,15 +8,117 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from verl_server.errors import UnsupportedError
-from verl_server.integrations.trl.completions import Completion, parse_completions
-from verl_server.integrations.trl.mesh import require_one_gpu
-from verl_server.integrations.trl.policy_weights import named_weights, require_mergeable, require_pushable
-from verl_server.integrations.trl.sampling import fit_into_context, sampling_params
-from verl_server.integrations.trl.servers import RolloutServers
+from verl_server.errors import BadInputError, ServerError, UnsupportedError
+from verl_server.integrations.trl.servers import RolloutServers, require_one_gpu
+from verl_server.integrations.trl.weights import named_weights, require_mergeable, require_pushable
 from verl_server.types import Json, WeightUpdateResult
+
+# -- Sampling ---------------------------------------------------------------------------------------
+# TRL's sampling arguments in SGLang's names.
+
+FIXED_PARAMS = {
+    "temperature": "set temperature in the trainer's arguments: its loss uses the same number",
+    "max_new_tokens": "set max_completion_length in the trainer's arguments",
+    "n": "set num_generations in the trainer's arguments",
+    "sampling_seed": "pass seed=, from which each completion gets a seed of its own",
+}
+"""Sampling parameters that belong to the trainer, and what to write instead."""
+
+
+def require_free_params(params: Mapping[str, Any]) -> None:
+    """Raise BadInputError for `sampling_params` of the user that have a name in `FIXED_PARAMS`."""
+    for name, cure in FIXED_PARAMS.items():
+        if name in params:
+            raise BadInputError(f"sampling_params must not have {name}: {cure}", argument="sampling_params")
+
+
+def sampling_params(args: Any, eos_token_ids: Sequence[int], more: Mapping[str, Any]) -> Json:
+    """Sampling parameters of a `GRPOConfig` or an `AsyncGRPOConfig`.
+
+    `eos_token_ids`: tokens that end a completion. `more`: further parameters in SGLang's names, which win.
+
+    Raises BadInputError for arguments that the servers cannot take over, and for names in `FIXED_PARAMS`.
+    """
+    require_free_params(more)
+    if getattr(args, "generation_kwargs", None):
+        raise BadInputError(
+            f"generation_kwargs={args.generation_kwargs!r} has the names of transformers or vLLM: pass these "
+            "parameters in SGLang's names as sampling_params=, and leave generation_kwargs out"
+        )
+    params: Json = {
+        "max_new_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k or -1,  # TRL writes 0 for no limit, and SGLang -1
+        "stop_token_ids": list(eos_token_ids),
+    }
+    if args.min_p is not None:
+        params["min_p"] = args.min_p
+    if args.repetition_penalty != 1.0:
+        params["repetition_penalty"] = args.repetition_penalty
+    return {**params, **more}
+
+
+def fit_into_context(params: Json, num_prompt_tokens: int, max_tokens: int | None) -> Json:
+    """The parameters for a prompt, with the new tokens that the prompt leaves room for.
+
+    `max_tokens`: maximum number of tokens of a prompt with its completion. None: not known, so that nothing changes.
+    Raises BadInputError for a prompt that leaves no room.
+    """
+    if max_tokens is None:
+        return params
+    room = max_tokens - num_prompt_tokens
+    if room < 1:
+        raise BadInputError(
+            f"a prompt has {num_prompt_tokens} tokens, with earlier turns and results of tools, and the servers take "
+            f"{max_tokens} tokens of prompt and completion: start_servers(context_length=...) must be larger, or leave "
+            "out rows with long prompts"
+        )
+    return {**params, "max_new_tokens": min(params["max_new_tokens"], room)}
+
+
+# -- Completions ------------------------------------------------------------------------------------
+# Completions of the servers: the tokens that the policy has sampled, and their log probabilities.
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generation for one prompt."""
+
+    token_ids: list[int]
+    """Tokens that the policy has sampled, with the token that ended the completion."""
+    log_probs: list[float]
+    """Log probability of each token under the weights that sampled it, in nats, after the temperature."""
+    weight_versions: list[Json]
+    """Spans of tokens of one weight version: `version`, `start`, `end` (the first token after the span)."""
+
+
+def parse_completion(reply: Json) -> Completion:
+    """The completion of a server's reply. Raises ServerError for a reply without tokens, and if its log
+    probabilities belong to other tokens.
+    """
+    meta, token_ids = reply["meta_info"], list(reply["output_ids"])
+    if not token_ids:
+        raise ServerError(
+            f"a server has returned a completion without tokens (finish_reason: {meta.get('finish_reason')!r}): TRL "
+            "cannot train on it. Read the log of the server"
+        )
+    entries = meta["output_token_logprobs"]
+    if [token for _, token, *_ in entries] != token_ids:
+        raise ServerError("the log probabilities of a reply belong to other tokens than its output_ids")
+    whole = [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
+    return Completion(token_ids, [float(log_prob) for log_prob, *_ in entries], meta.get("weight_versions") or whole)
+
+
+def parse_completions(replies: Sequence[Json]) -> list[Completion]:
+    """The completions of the replies to many prompts."""
+    return [parse_completion(reply) for reply in replies]
+
+
+# -- Generation -------------------------------------------------------------------------------------
 
 SEED_BITS = 31
 RankPrompts = tuple[list[list[int]], int | None]
@@ -104,3 +206,34 @@ def no_images() -> UnsupportedError:
     return UnsupportedError(
         "images in prompts are not supported with TRL: verl_server.agent takes them, see docs/agents.md"
     )
+
+
+# -- Texts ------------------------------------------------------------------------------------------
+# Prompts as token ids, and completions as TRL's reward functions get them.
+
+Messages = list[dict[str, Any]]
+
+
+def prompt_token_ids(tokenizer: Any, prompt: str | Messages, template_kwargs: Mapping[str, Any]) -> list[int]:
+    """Token ids of a text, or of messages rendered by the chat template with `template_kwargs`."""
+    if isinstance(prompt, str):
+        return list(tokenizer(text=prompt)["input_ids"])
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template_kwargs)
+    return list(ids)
+
+
+def completion_value(
+    tokenizer: Any, prompt: str | Messages, prompt_ids: Sequence[int], token_ids: Sequence[int]
+) -> str | Messages:
+    """A completion for reward functions: a text for a prompt that is a text, otherwise a list of one message.
+
+    A tokenizer with a response template or schema splits the message into its thoughts and its content.
+    """
+    if isinstance(prompt, str):
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    names = ("response_template", "response_schema")
+    if any(getattr(tokenizer, name, None) is not None for name in names):
+        from trl.chat_template_utils import parse_response
+
+        return [parse_response(tokenizer, list(token_ids), prefix=list(prompt_ids), tools=None)]
+    return [{"role": "assistant", "content": tokenizer.decode(token_ids, skip_special_tokens=True)}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +14,80 @@ from verl_server.adapter.engine import get_engine
 from verl_server.adapter.sglang.replies import max_request_tokens
 from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig, Timeouts, WeightsConfig
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.errors import BadInputError
-from verl_server.integrations.trl.mesh import trainer_mesh
-from verl_server.integrations.trl.version import require_trl
+from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.rollout.fleet import Event
-from verl_server.rollout.launchers.base import Launcher
+from verl_server.rollout.launchers.local import Launcher
 from verl_server.rollout.manager import RolloutManager
 from verl_server.rollout.modes import capabilities_of, parse_mode
-from verl_server.type_checks import check_arguments
-from verl_server.validation import require_whole_number
+from verl_server.validation import check_arguments, require_whole_number
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+# -- Mesh -------------------------------------------------------------------------------------------
+# The mesh of the trainer ranks, which `VerlEngine` needs. TRL has none: Accelerate makes the process group.
+
+
+@contextlib.contextmanager
+def trainer_mesh() -> Iterator[DeviceMesh]:
+    """All trainer ranks as a mesh with a gloo group of its own.
+
+    Under `accelerate launch` and `torchrun`, Accelerate makes the default process group as it does for the trainer. A
+    script that is started as `python script.py` has no process group: it gets one of a single rank until the end of
+    the context.
+    """
+    import torch.distributed as dist
+    from accelerate import PartialState
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.device_mesh import DeviceMesh
+
+    PartialState()
+    owns_group = not dist.is_initialized()
+    if owns_group:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    finally:
+        if owns_group:
+            dist.destroy_process_group()
+
+
+def require_one_gpu(args: Any) -> None:
+    """Raise UnsupportedError if this rank trains on several GPUs. `args`: the arguments of the trainer."""
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"one trainer process sees {args.n_gpu} GPUs, so that transformers would use nn.DataParallel, which "
+            "cannot work here: set CUDA_VISIBLE_DEVICES=0 for one trainer rank, or start several ranks with "
+            "`accelerate launch`. Give the servers their GPUs with start_servers(env={'CUDA_VISIBLE_DEVICES': '1'})"
+        )
+
+
+# -- Version ----------------------------------------------------------------------------------------
+# The version of TRL that this folder works with.
+#
+# TRL calls `rollout_func` and the asynchronous trainer experimental and changes them between its versions, so that
+# other versions are refused.
+
+TRL_VERSION = "1.16.0"
+
+
+def require_trl() -> None:
+    """Raise UnsupportedError, with the version to install, unless `TRL_VERSION` is installed."""
+    try:
+        installed = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    if installed != TRL_VERSION:
+        found = "trl is not installed" if installed is None else f"trl {installed} is installed"
+        raise UnsupportedError(
+            f"verl_server.integrations.trl works with trl {TRL_VERSION}, and {found}: pip install trl=={TRL_VERSION}"
+        )
+
+
+# -- Servers ----------------------------------------------------------------------------------------
 
 RANKS_S = 1800.0
 """Default of `Timeouts.ranks_s` under TRL, in seconds: that of `ddp_timeout`. A rank that saves arrives late."""

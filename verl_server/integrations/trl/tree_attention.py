@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from verl_server.errors import UnsupportedError
-from verl_server.integrations.trl.version import require_trl
+from verl_server.integrations.trl.servers import require_trl
 
 
 def enable_async_grpo_on_cpu() -> None:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT = "verl_server"
 """Value of `actor_rollout_ref.rollout.name`."""
-ADAPTER = "verl_server.integrations.verl.adapter.ServerAdapter"
+ADAPTER = "verl_server.integrations.verl.trainer.ServerAdapter"
 
 
 def register() -> None:
@@ -24,7 +24,7 @@ def register() -> None:
 
     RolloutReplicaRegistry.register(ROLLOUT, load_replica_class)
     try:
-        from verl_server.integrations.verl.versions import require_supported_version
+        from verl_server.integrations.verl.settings import require_supported_version
 
         require_supported_version()
         _register_all()
@@ -49,11 +49,11 @@ def load_replica_class() -> type[Any]:
 def _register_all() -> None:
     from verl.workers.rollout import base
 
-    from verl_server.integrations.verl import checkpoint_engine, cpu_platform
+    from verl_server.integrations.verl import cpu_platform, trainer
 
     base._ROLLOUT_REGISTRY[ROLLOUT, "async"] = ADAPTER  # verl has no public function for it
     cpu_platform.register()
-    checkpoint_engine.register()
+    trainer.register()
 
 
 register()

@@ -2,24 +2,136 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
+import os
+import sys
 import threading
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from verl_server.errors import ShutDownError, UnsupportedError, VerlServerError, to_wire
-from verl_server.integrations.verl.actor.fleet_actor import FLEET
-from verl_server.integrations.verl.ray_target import RayTarget, unwrap
-from verl_server.ranks.machine import machine_id
-from verl_server.types import Json
-from verl_server.weights.update.servers import ReplayFn
+from verl_server.config import PauseMode
+from verl_server.errors import (
+    DeadlineError,
+    ServerDiedError,
+    ServerError,
+    ShutDownError,
+    UnsupportedError,
+    VerlServerError,
+    from_wire,
+    to_wire,
+)
+from verl_server.integrations.verl.fleet_actor import FLEET
+from verl_server.ranks.placement import machine_id
+from verl_server.rollout.launchers.ray_server import first_line
+from verl_server.types import Json, ServerInfo
+from verl_server.weights.update.options import ReplayFn
 
 logger = logging.getLogger(__name__)
+
+
+# -- Ray target -------------------------------------------------------------------------------------
+# `RayTarget`: calls of trainer rank 0 to the servers that the actor of a fleet has.
+
+POLL_S = 0.5
+
+
+class RayTarget:
+    """Servers of the actor (`UpdatableServers`): those of the fleet, or the server of a replay job.
+
+    `timeout_s`: seconds for one call. The actor's own calls have shorter deadlines, so it is reached only if the actor
+    itself does not answer. `get_failure` returns an error that ends calls in flight.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        target: str,
+        timeout_s: float,
+        get_failure: Callable[[], VerlServerError | None] = lambda: None,
+    ) -> None:
+        self._actor, self._target, self._timeout_s, self._get_failure = actor, target, timeout_s, get_failure
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The value of a method or a property in the actor. Raises its error."""
+        return unwrap(self.wait(self._actor.call.remote(self._target, method, args), method))
+
+    def wait(self, reference: Any, operation: str) -> Any:
+        """The value of a Ray reference. Raises the actor's error; DeadlineError; ServerDiedError if it has ended."""
+        deadline = time.monotonic() + self._timeout_s
+        future = reference.future()  # `ray.get` warns in an asynchronous actor, also in its threads
+        while not concurrent.futures.wait([future], POLL_S).done:
+            if (failure := self._get_failure()) is not None:
+                raise failure
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the actor of the fleet did not answer {operation} within {self._timeout_s:g} s",
+                    operation=operation,
+                    seconds=self._timeout_s,
+                )
+        try:
+            return future.result()
+        except RayTaskError as error:  # the actor's method has raised
+            raise from_wire(to_wire(error.cause)) from error
+        except ActorUnavailableError as error:
+            raise ServerError(f"the actor of the fleet cannot be reached now: {first_line(error)}") from error
+        except RayError as error:
+            raise ServerDiedError(f"the actor of the fleet has ended: {first_line(error)}") from error
+
+    @property
+    def members(self) -> Sequence[ServerInfo]:
+        members: Sequence[ServerInfo] = self.call("members")
+        return members
+
+    @property
+    def undefined_weights(self) -> str | None:
+        reason: str | None = self.call("undefined_weights")
+        return reason
+
+    def check_weights(self) -> int:
+        """0: the actor owns its servers."""
+        return 0
+
+    def pause(self, mode: PauseMode) -> None:
+        self.call("pause", mode)
+
+    def resume(self) -> None:
+        self.call("resume")
+
+    def begin_weight_update(self) -> None:
+        self.call("begin_weight_update")
+
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
+        self.call("load", messages, weight_version, flush_cache)
+
+    def end_weight_update(self) -> None:
+        self.call("end_weight_update")
+
+    @property
+    def can_leave_out(self) -> bool:
+        return bool(self.call("can_leave_out"))
+
+    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
+        return bool(self.call("leave_out", list(failed), error))
+
+    def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
+        self.call("published", version, whole, None)
+
+
+def unwrap(reply: Json) -> Any:
+    """The value of a reply of `FleetActor.call`. Raises its error."""
+    if "error" in reply:
+        raise from_wire(reply["error"])
+    return reply["value"]
+
+
+# -- Ray fleet --------------------------------------------------------------------------------------
 
 JOB_WAIT_S = 5.0
 """Seconds that one request for a job waits in the actor."""
@@ -29,7 +141,7 @@ JOIN_TIMEOUT_S = 10.0
 
 
 class RayFleet(RayTarget):
-    """Implements `verl_server.engine.backend.FleetBackend`, and is its own `RolloutFleet`."""
+    """Implements `verl_server.engine.start.FleetBackend`, and is its own `RolloutFleet`."""
 
     def __init__(self, actor: Any, timeout_s: float) -> None:
         super().__init__(actor, FLEET, timeout_s, lambda: self._failure)
@@ -188,3 +300,58 @@ class RayFleet(RayTarget):
 
     def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]:
         self.generate(**request)
+
+
+# -- Watch ------------------------------------------------------------------------------------------
+# Ends verl's task runner when the servers of a fleet are lost for ever.
+#
+# The asynchronous trainers of verl replace failed requests by new ones, without an end and without a pause
+# (`ReplayBufferAsync`). So a run whose servers cannot be started any more would never end.
+
+WAIT_S = 30.0
+"""Seconds that one call waits in the actor."""
+SILENT_S = 1800.0
+"""Seconds without an answer of the actor, after which the fleet counts as lost."""
+GRACE_S = 10.0
+"""Seconds after the end of the actor: at the end of a job, Ray ends this process, too."""
+
+_watched: set[Any] = set()
+"""Ids of the actors that are watched."""
+_lock = threading.Lock()
+
+
+def watch(actor: Any, name: str) -> None:
+    """Watch the fleet `name` in a thread of this process. Does nothing if it is watched already."""
+    with _lock:
+        if actor._actor_id in _watched:
+            return
+        _watched.add(actor._actor_id)
+    threading.Thread(target=_watch, args=(actor, name), name=f"verl-server-watch-{name}", daemon=True).start()
+
+
+def _watch(actor: Any, name: str) -> None:
+    answered_at = time.monotonic()
+    while True:
+        try:
+            reason = actor.wait_for_loss.remote(WAIT_S).future().result(2 * WAIT_S)
+            answered_at = time.monotonic()
+        except ActorDiedError as error:
+            time.sleep(GRACE_S)
+            reason = f"its actor has ended: {first_line(error)}"
+        except Exception as error:  # noqa: BLE001 - Ray may only be busy
+            silent_s = time.monotonic() - answered_at
+            logger.warning("the actor of the fleet %s has not answered for %.0f s: %r", name, silent_s, error)
+            if silent_s < SILENT_S:
+                time.sleep(WAIT_S)
+                continue
+            reason = f"its actor has not answered for {silent_s:.0f} s"
+        if reason is not None:
+            _end(f"verl_server: the run cannot go on, because the fleet {name} is lost: {reason}")
+
+
+def _end(message: str) -> None:
+    """End this process. An exception of a thread would not end it."""
+    logger.critical(message)
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
+    os._exit(1)

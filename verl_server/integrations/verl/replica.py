@@ -17,11 +17,11 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from verl_server.config import RolloutMode
 from verl_server.errors import UnsupportedError
-from verl_server.integrations.verl.actor.fleet_actor import FleetActor
-from verl_server.integrations.verl.fleet_spec import FleetSpec, make_fleet_spec
-from verl_server.integrations.verl.watch import watch
+from verl_server.integrations.verl.fleet_actor import FleetActor
+from verl_server.integrations.verl.ray_fleet import watch
+from verl_server.integrations.verl.settings import FleetSpec, make_fleet_spec
 from verl_server.rollout.launchers.ray_placed_launcher import NodePlace
-from verl_server.server.visible_devices import VISIBLE_DEVICES
+from verl_server.server.environment import VISIBLE_DEVICES
 
 MAX_CONCURRENCY = 1 << 20
 """Maximum number of calls that run in the actor of a fleet at the same time. Above the number of requests of any run:

@@ -18,10 +18,10 @@ from typing import Any
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import AdapterConfig, RemoteServer
 from verl_server.errors import BadInputError, ServerError, StartupError, UnsupportedError
-from verl_server.ranks.machine import machine_id
-from verl_server.rollout.parallel_config import ParallelConfig, require_devices
-from verl_server.server.supervisor import AbortCheck
-from verl_server.server.visible_devices import VISIBLE_DEVICES
+from verl_server.ranks.placement import machine_id
+from verl_server.rollout.modes import ParallelConfig, require_devices
+from verl_server.server.environment import VISIBLE_DEVICES
+from verl_server.server.process import AbortCheck
 
 try:
     import ray
@@ -33,6 +33,7 @@ except ImportError as error:
         "starting replicas on a Ray cluster requires the package ray: pip install 'verl-server[ray]'"
     ) from error
 
+from verl_server.rollout.launchers.ray_placed_launcher import ask, attach_head, describe_nodes, start_on_nodes
 from verl_server.rollout.launchers.ray_server import (
     ACTOR_OPTIONS,
     ANSWER_TIMEOUT_S,
@@ -41,8 +42,7 @@ from verl_server.rollout.launchers.ray_server import (
     end_actors,
     first_line,
 )
-from verl_server.rollout.launchers.ray_start import ask, attach_head, describe_nodes, start_on_nodes
-from verl_server.type_checks import check_arguments
+from verl_server.validation import check_arguments
 
 logger = logging.getLogger(__name__)
 

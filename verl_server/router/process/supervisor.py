@@ -22,10 +22,10 @@ import orjson
 
 from verl_server.config import RouterConfig
 from verl_server.errors import DeadlineError
-from verl_server.ranks.machine import own_address
-from verl_server.router.process.pipe_replicas import encode_status
+from verl_server.ranks.placement import own_address
+from verl_server.router.process.router_main import encode_status
 from verl_server.router.replica_status import ReplicaStats, ReplicaStatus, StatusQueue
-from verl_server.server.ports import PortReservation, join_host_port
+from verl_server.server.launch import PortReservation, join_host_port
 from verl_server.types import Json
 from verl_server.validation import make_writable_folder, require_key
 

@@ -12,10 +12,10 @@ from typing import Any
 from aiohttp import web
 
 from verl_server.errors import BadInputError, ServerError, UnsupportedError, VerlServerError
-from verl_server.router.http.bodies import error_status, json_response, parse_object, read_body
-from verl_server.router.rl_wire.folders import USE_FILES
+from verl_server.router.bodies import error_status, json_response, parse_object, read_body
+from verl_server.router.rl_wire.calls import USE_FILES
+from verl_server.router.rl_wire.control import ReplicaControl
 from verl_server.router.rl_wire.models import ServedModels
-from verl_server.router.rl_wire.replica_control import ReplicaControl
 from verl_server.types import Json
 from verl_server.validation import did_you_mean
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_server.errors import BadInputError, NotReadyError, ServerError, UnsupportedError
-from verl_server.router.placement.routed_replica import GenerationServer, RoutedReplica
+from verl_server.router.replica import GenerationServer, RoutedReplica
 from verl_server.router.replica_pool import ReplicaPool
 from verl_server.types import Json
 

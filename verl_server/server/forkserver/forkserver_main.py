@@ -19,22 +19,29 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import hashlib
 import importlib
+import json
 import multiprocessing.process
 import os
 import select
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol, cast
 
+from verl_server.errors import BadInputError
 from verl_server.server.warden import warden
+from verl_server.server.warden.warden import IGNORED_SIGNALS
 
 READY, FORK = b"ready", b"fork"
 MAX_ANSWER_BYTES = 256  # of an answer to FORK
@@ -294,3 +301,166 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# -- Socket folder ----------------------------------------------------------------------------------
+# A folder of sockets through which several processes of a user share forkservers.
+#
+# `VERL_SERVER_FORKSERVER_DIR` names the folder. A forkserver listens at a socket whose name is a hash of everything
+# that its servers inherit. A process that needs the same forkserver connects to it instead of importing SGLang again.
+
+FOLDER_VARIABLE = "VERL_SERVER_FORKSERVER_DIR"
+BACKLOG = 64
+#: Seconds to wait for the kernel's part of a connection, and for another process that looks for the same forkserver.
+CONNECT_TIMEOUT_S = 5.0
+LOCK_TIMEOUT_S = 10.0
+LOCK_POLL_S = 0.02
+
+
+def shares_forkservers() -> bool:
+    """Whether this process shares forkservers with other processes of the user."""
+    return bool(os.environ.get(FOLDER_VARIABLE))
+
+
+def socket_path(name: str) -> Path | None:
+    """Path of the socket `name` in the folder of `VERL_SERVER_FORKSERVER_DIR`. None when the variable is not set.
+
+    Raises BadInputError for a folder that another user can enter: that user could answer in place of the forkserver.
+    """
+    value = os.environ.get(FOLDER_VARIABLE)
+    if not value:
+        return None
+    folder = Path(value)
+    try:
+        status = folder.stat()
+    except OSError as error:
+        raise BadInputError(f"{FOLDER_VARIABLE}={value}: {error.strerror}; create the folder first") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise BadInputError(f"{FOLDER_VARIABLE}={value} must be a folder of this user with the mode 0700")
+    return folder / name
+
+
+def connect(path: Path) -> socket.socket | None:
+    """A connection to the forkserver that listens at `path`, or None when there is none.
+
+    Raises OSError for any other failure, for example when too many connections wait until the forkserver is ready.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(CONNECT_TIMEOUT_S)
+    try:
+        connection.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def listen(path: Path) -> socket.socket:
+    """A socket that listens at `path`. Replaces the socket of a forkserver that has ended. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Let one process at a time look for the forkserver at `path` and start it. Raises OSError after a timeout."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    with path.with_suffix(".lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(LOCK_POLL_S)
+        yield
+
+
+# -- Inherited state --------------------------------------------------------------------------------
+# What a server inherits from the process that starts it: a forkserver fits a server only if both inherit the same.
+
+#: Variables that no import of a server on a machine without an accelerator depends on, or that differ for each server.
+#: A forked server gets their values at its start. Libraries set many of them in a running program: an import of torch,
+#: transformers or SGLang sets the folders of caches, an import of ray sets `RAY_` variables and PYTHONBREAKPOINT, and
+#: torchrun sets a variable of NCCL.
+LATE_VARIABLES = frozenset({
+    "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST", "PYTHONBREAKPOINT", "SPT_NOENV",
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TILELANG_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
+    "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", FOLDER_VARIABLE,
+})  # fmt: skip
+#: Other late variables: those of Ray, which a server does not import, and those that select devices, for example
+#: CUDA_VISIBLE_DEVICES. A server that can be forked sees no device, whatever their values are.
+LATE_PREFIX, LATE_SUFFIX = "RAY_", "_VISIBLE_DEVICES"
+INHERITED_FIELDS = (
+    "Umask", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "NoNewPrivs",
+    "Seccomp", "Cpus_allowed", "Mems_allowed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class InheritedState:
+    """What a new program would inherit from this process, as far as a forked server cannot change it afterwards."""
+
+    environment: Mapping[str, str] = field(repr=False)
+    """Environment variables without the late variables."""
+    attributes: tuple[str, ...]
+    """Resource limits, control group, namespaces, priority, `INHERITED_FIELDS` of `/proc/thread-self/status`, and
+    ignored signals."""
+
+    @classmethod
+    def of_server(cls, environment: Mapping[str, str]) -> InheritedState:
+        """The state of a server with this `environment` that would be started by the calling thread now."""
+        status = dict(line.split(":", 1) for line in _read_text("/proc/thread-self/status").splitlines())
+        files = (_read_text(f"/proc/self/{name}") for name in ("limits", "cgroup", "oom_score_adj"))
+        return cls(
+            {name: value for name, value in environment.items() if not is_late(name)},
+            (
+                *(f"{name}: {status.get(name, '').strip()}" for name in INHERITED_FIELDS),
+                f"ignored signals: {_without_signals_of_warden(status.get('SigIgn', '0')):x}",
+                *files,
+                *(os.readlink(entry) for entry in sorted(Path("/proc/self/ns").glob("*"))),
+                str(os.getpriority(os.PRIO_PROCESS, 0)),
+            ),
+        )
+
+    def fingerprint(self, python: str = sys.executable, engine: str = "") -> str:
+        """A hash of the state, of the path of the interpreter, of the engine's module and of this package's folder."""
+        code = (python, engine, str(Path(__file__).parents[2]))
+        text = json.dumps([sorted(self.environment.items()), self.attributes, code])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def describe_difference(self, other: InheritedState) -> str:
+        """Names of the variables that differ (their values may be secret), or the attributes that differ."""
+        names = {name for name, _ in self.environment.items() ^ other.environment.items()}
+        if names:
+            return f"the environment variables {', '.join(sorted(names))} have changed"
+        return f"the process attributes {set(self.attributes) ^ set(other.attributes)} have changed"
+
+
+def is_late(name: str) -> bool:
+    return name in LATE_VARIABLES or name.startswith(LATE_PREFIX) or name.endswith(LATE_SUFFIX)
+
+
+def _without_signals_of_warden(mask: str) -> int:
+    """The ignored signals, one bit for each, without those that the warden ignores in any case."""
+    return int(mask, 16) & ~sum(1 << (number - 1) for number in IGNORED_SIGNALS)
+
+
+def _read_text(path: str) -> str:
+    """Content of a file of `/proc`; empty where the kernel does not have the file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -5,7 +5,7 @@
 The warden imports the standard library only (about 15 MB of memory, one thread), because it must work when everything
 else fails. It does the following:
 
-* When the trainer ends (`process_watch.py`), or the warden's standard input ends, it ends the whole tree.
+* When the trainer ends (`processes.py`), or the warden's standard input ends, it ends the whole tree.
 * When the server main or one of its workers ends, it ends the rest of the tree and reports the exit code and the end of
   the log to the trainer. SGLang itself takes 5 s and more to notice that a worker has ended.
 * It is the sub-reaper of the tree: an orphaned scheduler becomes a child of the warden and cannot escape.
@@ -28,6 +28,7 @@ The warden sends no requests to the server. Of SGLang it knows only the names of
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import json
@@ -39,24 +40,171 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, BinaryIO, Protocol
 
-from verl_server.server.warden.events import describe_failure, emit, emit_exit
-from verl_server.server.warden.log_file import BoundedLog
-from verl_server.server.warden.process_tree import is_cleanup_helper, list_descendants, worker_name
-from verl_server.server.warden.process_watch import ProcessWatch
-from verl_server.server.warden.shared_memory_files import (
+from verl_server.server.warden.processes import (
+    ProcessWatch,
     created_since,
     find_shared_memory,
+    is_cleanup_helper,
+    list_descendants,
     may_belong_to_tree,
     read_created_names,
     remove_shared_memory,
     watch_shared_memory,
+    worker_name,
 )
-from verl_server.server.warden.spawned_server import ServerMain, spawn_server
 
-if TYPE_CHECKING:  # the warden itself imports the standard library only
+if TYPE_CHECKING:
     from verl_server.types import Json
+
+
+# -- Events -----------------------------------------------------------------------------------------
+# The events that a warden sends to the trainer, one JSON line each. Imports the standard library only.
+
+
+def emit(event: Json) -> None:
+    """Send an event to the trainer."""
+    with contextlib.suppress(OSError):  # the trainer has ended, so nobody reads the events
+        os.write(1, json.dumps(event).encode() + b"\n")
+
+
+def emit_exit(reason: str, exit_code: int | None, log_tail: str) -> None:
+    """Report the end of the server. It must be the last event."""
+    emit({"event": "exited", "reason": reason, "code": exit_code, "tail": log_tail})
+
+
+def describe_failure(error: Exception) -> str:
+    """The reason of an end that an error of the warden itself causes. Its standard error has the traceback."""
+    return f"warden failed: {type(error).__name__}: {error}"
+
+
+# -- Log file ---------------------------------------------------------------------------------------
+# A log file of bounded size that hides keys. Imports the standard library only: the warden uses it.
+
+TAIL_BYTES = 32 * 1024
+#: Minimum number of characters of a key. Hiding a shorter key would also hide parts of ordinary words in the log.
+MIN_SECRET_CHARACTERS = 8
+
+
+class BoundedLog:
+    """A log file of at most about twice `limit_bytes` (with its predecessor `PATH.1`), and its last lines in memory.
+
+    Every occurrence of a string of `secrets` with at least `MIN_SECRET_CHARACTERS` characters is written as `***`, also
+    as Python or JSON print it: with escaped backslashes and quotes.
+    A file that was moved or removed is created again. Lines that cannot be written, for example because the disk is
+    full or the folder was removed, are kept in memory only. The constructor raises OSError if it cannot open the file.
+    """
+
+    def __init__(self, path: str, limit_bytes: int, secrets: list[str]) -> None:
+        self._path, self._limit_bytes = path, limit_bytes
+        self._secrets = _written_forms(secrets)
+        self._partial_line = b""
+        self._file: BinaryIO | None = self._open()
+        """None while the file cannot be opened."""
+        self._tail: collections.deque[bytes] = collections.deque()
+        self._tail_bytes = 0
+
+    def _open(self) -> BinaryIO:
+        return open(self._path, "ab", buffering=0)
+
+    def write(self, chunk: bytes) -> None:
+        """Append output. Only whole lines are written, because SGLang logs its arguments, API keys included."""
+        lines, newline, self._partial_line = (self._partial_line + chunk).rpartition(b"\n")
+        if len(self._partial_line) > TAIL_BYTES:
+            lines, newline, self._partial_line = lines + newline + self._partial_line, b"", b""
+        self._write_lines(lines + newline)
+
+    def _write_lines(self, lines: bytes) -> None:
+        for secret in self._secrets:
+            lines = lines.replace(secret, b"***")
+        self._tail.append(lines)
+        self._tail_bytes += len(lines)
+        while self._tail_bytes - len(self._tail[0]) >= TAIL_BYTES:
+            self._tail_bytes -= len(self._tail.popleft())
+        with contextlib.suppress(OSError):  # a full disk must not end the server
+            self._current_file().write(lines)
+
+    def _current_file(self) -> BinaryIO:
+        """The file at the path, opened again when the open file is not there any more or has its full size."""
+        if self._file is not None:
+            status = os.fstat(self._file.fileno())
+            if not self._is_at_path(status):
+                self._close_file()
+            elif status.st_size > self._limit_bytes:
+                os.replace(self._path, self._path + ".1")
+                self._close_file()
+        if self._file is None:
+            self._file = self._open()
+        return self._file
+
+    def _is_at_path(self, status: os.stat_result) -> bool:
+        try:
+            return os.path.samestat(status, os.stat(self._path))
+        except OSError:
+            return False
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def tail(self) -> str:
+        """The last `TAIL_BYTES` of the log."""
+        return b"".join(self._tail)[-TAIL_BYTES:].decode("utf-8", "replace")
+
+    def close(self) -> None:
+        self._write_lines(self._partial_line)
+        self._partial_line = b""
+        self._close_file()
+
+
+def _written_forms(secrets: list[str]) -> list[bytes]:
+    """The secrets as texts show them, longest first: another form may be a part of it."""
+    long = [secret for secret in secrets if len(secret) >= MIN_SECRET_CHARACTERS]
+    forms = {form for secret in long for form in (secret, repr(secret)[1:-1], json.dumps(secret)[1:-1])}
+    forms |= {repr(form)[1:-1] for form in forms}  # the arguments within a text that is printed itself
+    return sorted((form.encode("utf-8", "replace") for form in forms), key=len, reverse=True)
+
+
+# -- Spawned server ---------------------------------------------------------------------------------
+# The server main as the warden sees it, and its start as a new program. Imports the standard library only.
+
+
+class ServerMain(Protocol):
+    """The main process of a server: the part of `subprocess.Popen` that the warden uses."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Standard output and standard error of the process."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+
+def spawn_server(spec: Json) -> ServerMain:
+    """Start the server main as a new program."""
+    server = subprocess.Popen(
+        spec["argv"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=spec["env"],
+        cwd=spec["scratch"],
+    )
+    assert server.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the process has already ended; the warden's loop reports its exit
+        server.stdin.write(spec["payload"].encode())
+        server.stdin.close()
+    return server
+
+
+# -- Warden -----------------------------------------------------------------------------------------
 
 PR_SET_CHILD_SUBREAPER = 36
 #: Seconds that helpers which remove shared memory may live after the rest of the tree.

@@ -14,9 +14,9 @@ import orjson
 
 from verl_server.errors import BadInputError
 from verl_server.trajectory.exports import ExportFormat
-from verl_server.trajectory.exports.atif_export import atif_file_name, to_atif
-from verl_server.trajectory.exports.litellm_export import to_litellm
-from verl_server.trajectory.exports.verifiers_export import to_verifiers
+from verl_server.trajectory.exports.atif import atif_file_name, to_atif
+from verl_server.trajectory.exports.litellm import to_litellm
+from verl_server.trajectory.exports.verifiers import to_verifiers
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import FILE_SUFFIX, NO_FILE, list_sessions, load_session
 from verl_server.types import Json

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.trajectory.rendering.call_turns import CallTurns
 from verl_server.trajectory.rendering.foreign_text import (
     ControlTokens,
     encode_parts,
@@ -32,24 +34,170 @@ from verl_server.trajectory.rendering.messages import (
     Message,
     ParsedTurn,
     as_json,
+    stand_in_calls,
     user_hint,
     validate_messages,
     with_call_ids,
 )
-from verl_server.trajectory.rendering.probes import (
-    FIRST_HISTORY,
-    OTHER_HISTORIES,
-    PROBE_MESSAGES,
-    PROBE_RESULTS,
-    PROBE_TURN_ENDS,
+from verl_server.trajectory.rendering.tokenizer import (
+    IDENTITY_TEXT,
+    TokenCodec,
+    require_tokenizer,
+    truncate_parts,
+    truncate_text,
 )
-from verl_server.trajectory.rendering.prompt_cache import PromptCache, key_of
-from verl_server.trajectory.rendering.token_codec import TokenCodec
-from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT, require_tokenizer
-from verl_server.trajectory.rendering.truncation import truncate_parts, truncate_text
-from verl_server.trajectory.rendering.turn_ends import length_of_overlap, without_end
 from verl_server.types import Json
 from verl_server.validation import did_you_mean
+
+# -- Call turns -------------------------------------------------------------------------------------
+# Turns with tool calls in a chat template: where they end, and the text that the template renders after them.
+#
+# Some templates refuse results of tools without calls before them, or read the names of the tools from the calls. So
+# the renderer renders results after a turn with calls. These calls only stand for those that the policy has written.
+
+MAX_CACHED_TURNS = 64
+ApplyTemplate = Callable[[Sequence[Message], Sequence[Json] | None, bool], str]
+"""Renders messages with tools. The last argument: whether the header of the next turn is added."""
+
+
+class CallTurns:
+    """Renders results of tools after a turn with calls. Keeps rendered turns: most results are of a few tools."""
+
+    def __init__(self, apply_template: ApplyTemplate, control_tokens: ControlTokens) -> None:
+        self._apply_template, self._control_tokens = apply_template, control_tokens
+        self._turns: dict[bytes, tuple[str, int | None]] = {}
+        """Rendered turns, and where they end. The text is empty if the template does not show turns with calls."""
+
+    def render(
+        self, history: Sequence[Message], results: Sequence[Message], tools: Sequence[Json] | None
+    ) -> tuple[str, int | None]:
+        """The text of `history`, a turn with calls and `results`, and the offset of the end marker of the turn.
+
+        The offset is None if the template has no end marker for all turns, or if the results change how the turn is
+        rendered. The text is empty if the template does not show turns with calls. Raises BadInputError if the template
+        refuses the messages.
+        """
+        plain = {"role": "assistant", "content": ASSISTANT_PLACEHOLDER}
+        turns = [*history, plain | stand_in_calls(results)]
+        key, text = as_json([turns, tools]), self._apply_template([*turns, *results], tools, True)
+        turn, end = self._turns.get(key, (None, None))
+        if turn is None or not text.startswith(turn):  # a template may write the present date
+            turn, end = self._render_turn(turns, [*history, plain], tools)
+            if len(self._turns) >= MAX_CACHED_TURNS:
+                self._turns.clear()
+            self._turns[key] = turn, end
+        return text if turn else "", end if text.startswith(turn) else None
+
+    def _render_turn(
+        self, turns: Sequence[Message], without_calls: Sequence[Message], tools: Sequence[Json] | None
+    ) -> tuple[str, int | None]:
+        """The text of `turns`, of which the last turn has calls, and the offset of its end marker.
+
+        The end marker is a control token at the end of the turn, with the white space after it. A turn without calls
+        ends with a control token too, which may be another one: otherwise the token may close a call.
+        """
+        turn, plain = self._apply_template(turns, tools, False), self._apply_template(without_calls, tools, False)
+        before, found, _ = plain.rpartition(ASSISTANT_PLACEHOLDER)
+        if found and before.startswith(turn):
+            return "", None
+        end, end_without_calls = self._control_tokens.find_end(turn), self._control_tokens.find_end(plain)
+        has_end = bool(found) and end_without_calls > len(before) and end > turn.rfind(ASSISTANT_PLACEHOLDER)
+        return turn, end if has_end else None
+
+
+# -- Turn ends --------------------------------------------------------------------------------------
+# The tokens at the end of a turn: the end marker, which the policy generates or the chat template adds.
+
+MAX_END_MARKER_TOKENS = 16
+"""Maximum number of tokens of the marker at the end of a turn."""
+
+
+def length_of_overlap(turn_ids: Sequence[int], token_ids: Sequence[int], is_white_space: Callable[[int], bool]) -> int:
+    """Number of tokens after a turn that the policy has generated already: the end marker, which may be several.
+
+    The template may have white space before the end marker. The policy need not generate it.
+    """
+    best = start = 0
+    while start < len(token_ids):
+        for length in range(min(len(turn_ids), len(token_ids) - start, MAX_END_MARKER_TOKENS), 0, -1):
+            if turn_ids[-length] != token_ids[start]:
+                continue
+            if list(turn_ids[-length:]) == list(token_ids[start : start + length]):
+                best = max(best, start + length)
+                break
+        if not is_white_space(token_ids[start]):
+            break
+        start += 1
+    return best
+
+
+def without_end(turn_ids: Sequence[int], end_ids: Collection[int]) -> Sequence[int]:
+    """The tokens of a turn without the tokens `end_ids` at its end."""
+    length = len(turn_ids)
+    while length and turn_ids[length - 1] in end_ids:
+        length -= 1
+    return turn_ids[:length]
+
+
+# -- Probes -----------------------------------------------------------------------------------------
+# Conversations and texts with which a chat template and a tokenizer are checked when a renderer is made.
+
+FIRST_HISTORY: tuple[Json, ...] = ({"role": "user", "content": "a"},)
+LATER_TURNS: tuple[Json, ...] = (
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+    {"role": "user", "content": "e"},
+)
+OTHER_HISTORIES: tuple[tuple[Json, ...], ...] = (LATER_TURNS, ({"role": "system", "content": "b"}, *LATER_TURNS))
+"""Conversations after which new messages must be rendered as after `FIRST_HISTORY`. Some templates refuse the last."""
+PROBE_MESSAGES: tuple[tuple[Json, ...], ...] = (
+    ({"role": "user", "content": "f"},),
+    ({"role": "user", "content": " \n g"}, {"role": "user", "content": "h"}),
+)
+"""New messages with which a template is checked, where it accepts them: some templates refuse two user messages."""
+PROBE_RESULTS: tuple[Message, ...] = tuple(with_call_ids([{"role": "tool", "content": "r"}]))
+"""The result of a tool, with which a template is checked when it gets tools."""
+PROBE_TURN_ENDS = ("x", "x ", "y\n")
+"""Ends of assistant turns after which the tokenizer must keep a token boundary."""
+
+
+# -- Prompt cache -----------------------------------------------------------------------------------
+# First prompts that were rendered a moment ago: all samples of a group begin with the same prompt.
+
+LIFETIME_S = 60.0
+"""Seconds for which a prompt is used again. A template may write the present date or time."""
+MAX_PROMPTS = 64
+
+
+class PromptCache:
+    """Token ids of first prompts, for `LIFETIME_S` seconds after they were rendered."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[bytes, tuple[float, list[int]]] = {}
+        """Time of the rendering and token ids, the oldest first."""
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> list[int] | None:
+        """A copy of the token ids of a prompt. None if the prompt was not rendered in the last `LIFETIME_S` seconds."""
+        rendered_at, token_ids = self._prompts.get(key, (-LIFETIME_S, None))
+        is_fresh = time.monotonic() - rendered_at < LIFETIME_S
+        return token_ids.copy() if token_ids is not None and is_fresh else None
+
+    def put(self, key: bytes, token_ids: Sequence[int]) -> None:
+        """Keep the token ids of a prompt."""
+        with self._lock:
+            self._prompts.pop(key, None)
+            if len(self._prompts) >= MAX_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[key] = time.monotonic(), list(token_ids)
+
+
+def key_of(messages: Sequence[Message], tools: Sequence[Json] | None) -> bytes:
+    """The key of a prompt. Messages and tools are JSON values, and a message may contain an image."""
+    return hashlib.sha256(as_json([[dict(message) for message in messages], tools])).digest()
+
+
+# -- Chat renderer ----------------------------------------------------------------------------------
 
 MAX_CHECKED_TOOLS = 64
 """Maximum number of remembered lists of tools. All are forgotten when there are more."""

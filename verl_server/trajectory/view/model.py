@@ -5,8 +5,19 @@ Texts from outside (messages, errors, ids, texts of tokens) contain no control c
 
 from __future__ import annotations
 
+import functools
+import json
+import math
 from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any
+
+from verl_server.trajectory.conversations import KIND_NOTE, kind_at, recorded_kinds
+from verl_server.trajectory.graph import Divergence, Termination, TrajectoryGraph, find_divergences
+from verl_server.trajectory.nodes import ForkReason, Node, Note
+from verl_server.trajectory.rendering.tokenizer import REPLACEMENT_CHARACTER
 
 LOGPROB_EDGES = (6.9, 4.6, 2.3, 0.7, 0.1)
 """Edges of the log prob levels, as negative log probs in nats: probabilities of 0.1 %, 1 %, 10 %, 50 % and 90 %."""
@@ -178,3 +189,403 @@ class SessionView:
     """In the order in which they were recorded, without the kinds of conversations."""
     has_texts: bool
     """Whether tokens have texts, because there was a tokenizer."""
+
+
+# -- Texts ------------------------------------------------------------------------------------------
+# Texts of a view: recorded messages as labelled parts, and texts from outside without control characters.
+
+MAX_PART_CHARACTERS = 120
+"""Maximum number of characters of a content part that is no text, for example of an image in base64."""
+DIRECTION_MARKS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C)
+"""Characters that change the direction of the text after them, so that a reader may see another text."""
+CONTROL_CHARACTERS: dict[int, int | str] = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **{code: f"\\x{code:02x}" for code in range(0x80, 0xA0)},
+    **{code: f"\\u{code:04x}" for code in DIRECTION_MARKS},
+    **{code: f"\\u{code:04x}" for code in (0x2028, 0x2029)},
+}
+"""The visible replacement of each control character."""
+INVISIBLE_CHARACTERS: dict[int, int | str] = {
+    ord("\n"): 0x240A,
+    ord("\t"): 0x2409,
+    **{code: f"\\u{code:04x}" for code in (0xAD, 0x200B, 0x200C, 0x200D, 0x2060, 0xFEFF)},
+}
+"""The visible replacement of characters that would change the lines or the apparent spelling of a name."""
+
+
+def visible(value: object) -> str:
+    """A text from outside, in which control characters are visible and without effect on a terminal or a page.
+
+    Line feeds and tabs are kept.
+    """
+    text = str(value).translate(CONTROL_CHARACTERS)
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def as_label(value: object) -> str:
+    """A name from outside in one line, in which invisible characters and line feeds are visible, too."""
+    return as_text(value).translate(INVISIBLE_CHARACTERS)
+
+
+def as_text(value: object) -> str:
+    """A JSON value as text: a string as it is, a number with ten digits, and another value as JSON."""
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.10g}"
+    if isinstance(value, str):
+        return visible(value)
+    try:
+        return visible(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        return "(a value that is nested too deeply)"
+
+
+def text_parts(message: Mapping[str, Any] | None) -> tuple[TextPart, ...]:
+    """The parts of a node's `message`: messages, appended text, or the text of a turn. Any JSON object is shown."""
+    if message is None:
+        return ()
+    messages = message.get("messages")
+    if isinstance(messages, list):
+        return tuple(_message_part(item) for item in messages)
+    if "appended_text" in message:
+        return (TextPart("appended text", as_text(message["appended_text"])),)
+    return (_message_part(message),)
+
+
+def _message_part(message: object) -> TextPart:
+    if not isinstance(message, Mapping) or "role" not in message:
+        return TextPart("message", as_text(message))
+    label = as_label(message["role"])
+    label += "".join(f" {as_label(message[key])}" for key in ("name", "tool_call_id") if message.get(key))
+    lines = [f"{as_text(key)}: {as_text(value)}" for key, value in message.items() if _is_other(key, value)]
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [] if content is None else [content]
+    return TextPart(label, "\n".join([*lines, *(_content_text(part) for part in parts)]))
+
+
+def _is_other(key: str, value: object) -> bool:
+    return key not in ("role", "name", "tool_call_id", "content") and value is not None
+
+
+def _content_text(part: object) -> str:
+    """The text of a content part. A part without a text, for example an image, is shortened."""
+    if isinstance(part, str):
+        return visible(part)
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return visible(part["text"])
+    kind = as_text(part.get("type", "part")) if isinstance(part, Mapping) else "part"
+    text = as_text(part)
+    if len(text) > MAX_PART_CHARACTERS:
+        text = f"{text[:MAX_PART_CHARACTERS]}... ({len(text)} characters)"
+    return f"[{kind}] {text}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun, for example "1 turn" or "20,000 tokens"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def join(words: Iterable[object]) -> str:
+    """The words as a list in a sentence."""
+    *first, last = map(str, words)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+# -- Token texts ------------------------------------------------------------------------------------
+# Text of each token of a sequence, decoded with a tokenizer.
+
+DecodeFn = Callable[[Sequence[int]], str]
+"""Decodes token ids to text, with special tokens."""
+MAX_BYTES_PER_CHARACTER = 4
+CACHE_SIZE = 100_000
+
+
+def decoder_of(tokenizer: Any) -> DecodeFn:
+    """A function that decodes token ids to text with special tokens, as a person wants to see them."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    return decode
+
+
+class TokenTexts:
+    """Decodes single tokens. The texts of the tokens of a sequence, joined, are the text of the sequence.
+
+    The bytes of one character can be several tokens: then the last of them has the character, and the others have the
+    text "". A token is decoded together with the tokens before it, because some tokenizers remove the space at the
+    beginning of a text.
+    """
+
+    def __init__(self, decode: DecodeFn) -> None:
+        self._decode = functools.lru_cache(CACHE_SIZE)(decode)
+
+    def __call__(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        texts: list[str] = []
+        known: tuple[int, ...] = ()
+        """The last tokens that have a text together."""
+        open_ids: tuple[int, ...] = ()
+        """Tokens after it, which may be the beginning of a character."""
+        for token in token_ids:
+            open_ids += (token,)
+            text = self._decode(known + open_ids)[len(self._decode(known)) :]
+            if text.endswith(REPLACEMENT_CHARACTER) and len(open_ids) < MAX_BYTES_PER_CHARACTER:
+                texts.append("")
+                continue
+            texts.append(text)
+            known, open_ids = open_ids, ()
+        if open_ids:
+            texts[-1] = self._decode(known + open_ids)[len(self._decode(known)) :]
+        return texts
+
+
+# -- Nodes ------------------------------------------------------------------------------------------
+# Makes the views of single nodes: facts, recorded texts, and tokens by weight version. Pure.
+
+
+def logprob_fact(logprobs: Sequence[float]) -> list[str]:
+    """Mean and minimum of the log probs in nats, as a list of one text. Empty without log probs."""
+    return [f"log prob mean {sum(logprobs) / len(logprobs):.3f}, min {min(logprobs):.3f}"] if logprobs else []
+
+
+class NodeViews:
+    """Makes the views of the nodes of a session.
+
+    `trained`: ids of the nodes in trained segments, None if the session has not finished. `starts`: number of the
+    path that begins at a node, by the id of the node. `kinds`: recorded kinds of conversations by their first nodes.
+    """
+
+    def __init__(
+        self,
+        graph: TrajectoryGraph,
+        texts: TokenTexts | None,
+        trained: AbstractSet[int] | None,
+        starts: Mapping[int, int],
+        kinds: Mapping[int, str],
+    ) -> None:
+        self._graph, self._texts, self._trained, self._starts, self._kinds = graph, texts, trained, starts, kinds
+        self._depths: dict[int, int] = {}
+
+    def view(self, node: Node) -> NodeView:
+        """The view of a node. The parent of the node, if any, has been viewed before."""
+        depth = self._depths[node.id] = 0 if node.parent is None else self._depths[node.parent] + 1
+        is_left_out = node.sampled and self._trained is not None and node.id not in self._trained
+        return NodeView(
+            id=node.id,
+            depth=depth,
+            sampled=node.sampled,
+            parts=text_parts(node.message),
+            num_tokens=len(node.token_ids),
+            runs=tuple(self._runs(node)),
+            facts=tuple(self._facts(node, is_left_out)),
+            is_left_out=is_left_out,
+            forks=tuple(self._starts[child] for child in self._graph.children(node.id) if child in self._starts),
+        )
+
+    def _facts(self, node: Node, is_left_out: bool) -> Iterator[str]:
+        if node.sampled:
+            yield f"turn {self._graph.num_turns(node.id)}"
+        yield count(len(node.token_ids), "token")
+        if node.id in self._kinds and node.id not in self._starts:
+            yield f"begins a conversation of the kind {as_label(self._kinds[node.id])}"
+        if node.spans:
+            yield f"weights {join(span.version for span in node.spans)}"
+        if node.finish_reason is not None:
+            yield f"finish reason {as_text(node.finish_reason)}"
+        yield from logprob_fact(node.logprobs)
+        rewards = self._graph.rewards.get(node.id, [])
+        if len(rewards) == 1:
+            yield f"reward {as_text(rewards[0])}"
+        elif rewards:
+            yield f"rewards of {len(rewards)} tokens, sum {as_text(sum(rewards))}"
+        if node.branch:
+            yield f"branch {as_text(node.branch)}"
+        if node.routed_experts is not None:
+            yield "routed experts recorded"
+        if is_left_out:
+            yield "in no trained segment"
+
+    def _runs(self, node: Node) -> Iterator[TokenRun]:
+        tokens = tuple(self._tokens(node))
+        if not node.sampled and tokens:
+            yield TokenRun(None, tokens)
+        for span in node.spans:
+            yield TokenRun(span.version, tokens[span.start : span.end])
+
+    def _tokens(self, node: Node) -> Iterator[TokenView]:
+        texts = None if self._texts is None else self._texts(node.token_ids)
+        rewards = self._graph.rewards.get(node.id, [])
+        has_rewards = len(rewards) == len(node.token_ids) > 1
+        for index, token in enumerate(node.token_ids):
+            yield TokenView(
+                id=token,
+                text=None if texts is None else visible(texts[index]),
+                logprob=node.logprobs[index] if node.sampled else None,
+                reward=rewards[index] if has_rewards else None,
+            )
+
+
+# -- Session ----------------------------------------------------------------------------------------
+# Makes the view of a session from its token graph. Pure.
+
+ROOT_REASONS = {
+    None: "begins with the first prompt",
+    ForkReason.COMPACTED: "begins with a compacted history: compacted",
+    ForkReason.SUB_AGENT: "begins with the prompt of a sub-agent: sub_agent",
+}
+
+
+@dataclass(frozen=True)
+class _Path:
+    """The nodes of a path that are in no earlier path."""
+
+    number: int
+    nodes: list[Node]
+
+
+def make_session_view(graph: TrajectoryGraph, decode: DecodeFn | None = None) -> SessionView:
+    """The view of a session. `decode`: decodes token ids with special tokens. None: the tokens have no texts."""
+    paths = _find_paths(graph)
+    path_of = {node.id: path.number for path in paths for node in path.nodes}
+    segments = graph.trained_segments
+    trained = None if segments is None else {node.id for leaf, _ in segments for node in graph.path(leaf)}
+    texts = None if decode is None else TokenTexts(decode)
+    kinds = recorded_kinds(graph)
+    views = NodeViews(graph, texts, trained, {path.nodes[0].id: path.number for path in paths}, kinds)
+    divergences = {path_of[found.node]: _divergence_view(found, path_of, texts) for found in find_divergences(graph)}
+    return SessionView(
+        session_id=visible(graph.session_id),
+        facts=_session_facts(graph, len(paths)),
+        versions=tuple(sorted({span.version for node in graph.nodes for span in node.spans})),
+        paths=tuple(
+            PathView(
+                path.number,
+                as_label(kind) if (kind := kind_at(graph, kinds, path.nodes[0].id)) is not None else None,
+                _origin(path.nodes[0], path_of, kind),
+                tuple(views.view(node) for node in path.nodes),
+                divergences.get(path.number),
+            )
+            for path in paths
+        ),
+        terminations=tuple(
+            _termination_view(termination, path_of, is_last=termination is graph.last_termination)
+            for termination in graph.terminations.values()
+        ),
+        segments=tuple(_segment_view(graph, path_of, leaf, weight) for leaf, weight in segments or ()),
+        divergences=tuple(divergences.values()),
+        notes=tuple(_note_view(note) for note in graph.notes if note.name != KIND_NOTE),
+        has_texts=texts is not None,
+    )
+
+
+def _find_paths(graph: TrajectoryGraph) -> list[_Path]:
+    """The paths of all leaves. A path follows the first child of each node. Each fork begins another path."""
+    paths: list[_Path] = []
+    for start in graph.nodes:
+        if start.id == graph.children(start.parent)[0] and start.parent is not None:
+            continue
+        nodes = [start]
+        while children := graph.children(nodes[-1].id):
+            nodes.append(graph.node(children[0]))
+        paths.append(_Path(len(paths) + 1, nodes))
+    return paths
+
+
+def _origin(start: Node, path_of: dict[int, int], kind: str | None) -> str:
+    """`kind`: of the conversation. It is known better later: a title may be asked for before the main conversation."""
+    if start.parent is not None:
+        return f"forks after node {start.parent} of path {path_of[start.parent]}: {start.fork_reason}"
+    if start.fork_reason is ForkReason.SUB_AGENT and kind not in (None, ForkReason.SUB_AGENT):
+        return "begins with a prompt of its own"
+    return ROOT_REASONS.get(start.fork_reason, f"begins with a prompt of its own: {start.fork_reason}")
+
+
+def _session_facts(graph: TrajectoryGraph, num_paths: int) -> tuple[str, ...]:
+    sampled = [node for node in graph.nodes if node.sampled]
+    num_tokens, num_sampled = (sum(len(node.token_ids) for node in nodes) for nodes in (graph.nodes, sampled))
+    facts = [
+        count(num_paths, "path"),
+        count(len(graph.nodes), "node"),
+        count(len(sampled), "turn"),
+        f"{count(num_tokens, 'token')}, of which {num_sampled:,} are sampled (loss mask 1)",
+    ]
+    counts: dict[int, int] = {}
+    for node in sampled:
+        for span in node.spans:
+            counts[span.version] = counts.get(span.version, 0) + span.end - span.start
+    if counts:
+        versions = (f"{version} ({count(counts[version], 'token')})" for version in sorted(counts))
+        facts.append(f"weight versions {join(versions)}")
+    facts += logprob_fact([logprob for node in sampled for logprob in node.logprobs])
+    if graph.last_termination is None:
+        facts.append("the session has not finished")
+    return tuple(facts)
+
+
+# -- terminations and segments -----------------------------------------------------------------------
+
+
+def _segment_view(graph: TrajectoryGraph, path_of: dict[int, int], leaf: int, weight: float) -> SegmentView:
+    return SegmentView(
+        path_of[leaf], leaf, as_text(float(weight)), graph.num_tokens(leaf), graph.num_sampled_tokens(leaf)
+    )
+
+
+def _termination_view(termination: Termination, path_of: dict[int, int], *, is_last: bool) -> TerminationView:
+    reward = termination.reward
+    return TerminationView(
+        path=path_of[termination.node],
+        node=termination.node,
+        stop_reason=as_label(termination.stop_reason),
+        is_last=is_last,
+        reward=None if reward is None else as_text(reward),
+        rewards=tuple((as_label(name), as_text(value)) for name, value in termination.rewards.items()),
+        error=None if termination.error is None else _error_view(termination.error),
+    )
+
+
+def _error_view(error: object) -> ErrorView:
+    """The error as `verl_server.errors.to_wire` writes it, or any other JSON value."""
+    if not isinstance(error, dict):
+        return ErrorView("error", as_text(error), ())
+    details = error.get("details")
+    others = [(name, value) for name, value in error.items() if name not in ("type", "message", "details")]
+    others += details.items() if isinstance(details, dict) else [("details", details)] if details else []
+    return ErrorView(
+        as_label(error.get("type", "error")),
+        as_text(error.get("message", "")),
+        tuple((as_label(name), as_text(value)) for name, value in others),
+    )
+
+
+# -- notes -------------------------------------------------------------------------------------------
+
+
+def _note_view(note: Note) -> NoteView:
+    if isinstance(note.value, dict):
+        facts = [f"{name} {as_text(value)}" for name, value in note.value.items() if value is not None]
+        return NoteView(note.node, as_label(f"{note.name}: {', '.join(facts)}"))
+    return NoteView(note.node, as_label(f"{note.name}: {as_text(note.value)}"))
+
+
+# -- divergences -------------------------------------------------------------------------------------
+
+
+def _divergence_view(found: Divergence, path_of: dict[int, int], texts: TokenTexts | None) -> DivergenceView:
+    path, original = path_of[found.node], path_of[found.original_node]
+    new_token = _token_name(found.new_token, f"node {found.node} ends before it", texts)
+    original_token = _token_name(found.original_token, f"path {original} ends before it", texts)
+    text = (
+        f"path {path} (node {found.node}) differs from path {original} (node {found.original_node}) after "
+        f"{count(found.num_turns, 'turn')}, at token {found.position}: {new_token} instead of {original_token} "
+        f"({found.fork_reason})"
+    )
+    return DivergenceView(path, found.node, original, found.original_node, text)
+
+
+def _token_name(token: int | None, absent: str, texts: TokenTexts | None) -> str:
+    if token is None:
+        return f"no token ({absent})"
+    return f"{token}" if texts is None else f"{token} {visible(texts([token])[0])!r}"

@@ -11,60 +11,205 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from verl_server.adapter.json_body import without_half_characters
-from verl_server.adapter.sglang import endpoints as sglang
-from verl_server.adapter.sglang.endpoints import Endpoint
-from verl_server.adapter.vllm import endpoints as vllm
-from verl_server.adapter.vllm.payloads import weight_version_payload
-from verl_server.adapter.vllm.request_fields import REQUEST_FIELDS
-from verl_server.errors import BadInputError, NotReadyError, UnsupportedError, VerlServerError
+from verl_server.adapter.sglang import replies
+from verl_server.adapter.sglang.replies import Endpoint
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
+from verl_server.adapter.vllm import requests
+from verl_server.adapter.vllm.requests import (
+    GENERATE,
+    HEALTH,
+    REQUEST_FIELDS,
+    SERVER_INFO,
+    WEIGHT_INFO,
+    generate_payload,
+    weight_version_payload,
+)
+from verl_server.errors import BadInputError, NotReadyError, ServerError, UnsupportedError, VerlServerError
+from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES
+from verl_server.platforms.scheduler_hooks import RELEASED_MEMORY
 from verl_server.server.process_header import ProcessHeader
 from verl_server.types import Json
-from verl_server.vllm_server.keys import App, KeyMiddleware, Message, Receive, Send
-from verl_server.vllm_server.wire import abort, control, generation, information, lora, memory, weights
-from verl_server.vllm_server.wire.inner_calls import InnerCalls
-from verl_server.vllm_server.wire.replies import error_reply, json_reply
-from verl_server.vllm_server.wire.state import Disconnected, ServerFacts, ServerState
+from verl_server.vllm_server.start import App, KeyMiddleware, Message, Receive, Send
+from verl_server.vllm_server.wire import control, generation
+from verl_server.vllm_server.wire.control import is_cpu
+from verl_server.vllm_server.wire.state import (
+    Disconnected,
+    InnerCalls,
+    ServerFacts,
+    ServerState,
+    call_workers,
+    error_reply,
+    json_reply,
+)
+
+# -- Information ------------------------------------------------------------------------------------
+# What the server says about itself, with the names of SGLang's routes.
+
+HEALTH_TIMEOUT_S = 20.0
+"""Seconds in which a healthy server generates one token. SGLang has the same deadline."""
+
+
+async def ready(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """200 while the server accepts requests. Raises NotReadyError while generation is paused."""
+    await calls.call(HEALTH)
+    if state.is_paused:
+        raise NotReadyError("generation is paused")
+    return {"status": "ready"}
+
+
+async def ping(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """200 when the HTTP loop answers."""
+    return {"status": "ok"}
+
+
+async def health(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """200 when the server generates one token. Raises NotReadyError when it does not.
+
+    While generation is paused, only vLLM's own answer is asked, which does not compute.
+    """
+    await calls.call(HEALTH)
+    if state.fault is not None:
+        raise NotReadyError(state.fault)
+    if not state.may_generate():
+        return {"status": "healthy"}
+    async with calls.ended_together() as together:
+        probe = generate_payload([1], {"max_new_tokens": 1, "temperature": 0.0})
+        generation = asyncio.create_task(together.call(GENERATE, probe))
+        done, _ = await asyncio.wait([generation], timeout=HEALTH_TIMEOUT_S)
+    error = generation.exception() if done else None
+    if not state.may_generate():
+        generation.add_done_callback(lambda task: task.exception())
+        return {"status": "healthy"}  # vLLM has held the token for a pause that began meanwhile
+    if not done or error is not None:
+        generation.add_done_callback(lambda task: task.exception())
+        raise NotReadyError(f"the engine does not generate: {error or f'no token came in {HEALTH_TIMEOUT_S:g} s'}")
+    return {"status": "healthy"}
+
+
+async def model_info(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Model, tokenizer and version of the weights, which vLLM's engine keeps."""
+    version = (await calls.call(WEIGHT_INFO))["weight_version"]
+    args = state.facts.server_args
+    return {
+        "model_path": args["model"],
+        "tokenizer_path": args.get("tokenizer") or args["model"],
+        "is_generation": True,
+        "weight_version": version,
+    }
+
+
+async def server_info(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """The arguments of the server by SGLang's names, with the values that vLLM has chosen.
+
+    The workers are asked, too: their answer is a sign of life, and tells which memory is released.
+    """
+    args = state.facts.server_args
+    reports = await call_workers(state, calls, "verl_server_memory")
+    if state.resolved is None:
+        state.resolved = await _resolve(calls)
+    on_cpu, resolved = is_cpu(), state.resolved
+    max_running = resolved["max_running_requests"]
+    return {
+        **resolved,
+        "engine_kind": "vllm",
+        "model_path": args["model"],
+        "tokenizer_path": args.get("tokenizer") or args["model"],
+        "trust_remote_code": bool(args.get("trust_remote_code")),
+        "revision": args.get("revision"),
+        "tp_size": len(reports),
+        "dp_size": 1, "pp_size": 1, "nnodes": 1, "node_rank": 0,
+        "device": "cpu" if on_cpu else "cuda",
+        "custom_weight_loader": [WEIGHT_LOADER],
+        "incremental_streaming_output": True,
+        "stream_interval": 1,
+        "enable_memory_saver": on_cpu or bool(args.get("enable_memory_saver") or args.get("enable_sleep_mode")),
+        "quantization": args.get("quantization"),
+        "load_format": args.get("load_format"),
+        "enable_lora": bool(args.get("enable_lora")),
+        "fused_modules": reports[0]["fused_modules"],
+        "resident_bytes": [report["rss_bytes"] for report in reports],
+        "internal_states": [
+            {
+                RELEASED_MEMORY: sorted(state.released),
+                "effective_max_running_requests_per_dp": max_running,
+                PARAMETER_DTYPES: reports[0][PARAMETER_DTYPES],
+            }
+        ],
+    }  # fmt: skip
+
+
+async def _resolve(calls: InnerCalls) -> Json:
+    """The values that vLLM has chosen. A prompt as long as the context is the shortest that is refused."""
+    config = (await calls.call(SERVER_INFO, query="config_format=json"))["vllm_config"]
+    try:
+        max_model_len = int(config["model_config"]["max_model_len"])
+        return {
+            "context_length": max_model_len,
+            "max_req_input_len": max_model_len,
+            "dtype": str(config["model_config"]["dtype"]).removeprefix("torch."),
+            "max_running_requests": int(config["scheduler_config"]["max_num_seqs"]),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerError(f"vLLM's /server_info has an unknown form: {type(error).__name__}: {error}") from error
+
+
+async def loads(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Running and waiting requests. Counted here: vLLM's gauges stand still during a pause."""
+    load = {"dp_rank": 0, "num_running_reqs": state.num_in_vllm, "num_waiting_reqs": state.num_held}
+    return {"loads": [load]}
+
+
+async def admin_status(state: ServerState, calls: InnerCalls, body: Json) -> Json:
+    """Nothing: the route tells whether the admin key is right."""
+    return {}
+
+
+# -- App --------------------------------------------------------------------------------------------
 
 Handler = Callable[[ServerState, InnerCalls, Json], Awaitable[Any]]
 
 CLIENT_CLOSED = 499
 _HANDLERS: tuple[tuple[Endpoint, Handler], ...] = (
-    (sglang.GENERATE, generation.generate),
-    (sglang.ABORT, abort.abort_request),
-    (sglang.PAUSE, control.pause),
-    (sglang.CONTINUE, control.resume),
-    (sglang.FLUSH, control.flush),
-    (sglang.BEGIN_UPDATE, weights.begin),
-    (sglang.END_UPDATE, weights.end),
-    (sglang.UPDATE_FROM_TENSOR, weights.update),
-    (sglang.WEIGHT_VERSION, weights.set_version),
-    (sglang.LOAD_LORA, lora.load),
-    (sglang.UNLOAD_LORA, lora.unload),
-    (sglang.RELEASE_MEMORY, memory.release),
-    (sglang.RESUME_MEMORY, memory.resume),
-    (sglang.ADMIN_STATUS, information.admin_status),
-    (sglang.MODEL_INFO, information.model_info),
-    (sglang.SERVER_INFO, information.server_info),
-    (sglang.LOADS, information.loads),
-    (sglang.READY, information.ready),
-    (sglang.HEALTH, information.health),
-    (sglang.PING, information.ping),
+    (replies.GENERATE, generation.generate),
+    (replies.ABORT, control.abort_request),
+    (replies.PAUSE, control.pause),
+    (replies.CONTINUE, control.resume),
+    (replies.FLUSH, control.flush),
+    (replies.BEGIN_UPDATE, control.begin),
+    (replies.END_UPDATE, control.end),
+    (replies.UPDATE_FROM_TENSOR, control.update),
+    (replies.WEIGHT_VERSION, control.set_version),
+    (replies.LOAD_LORA, control.load),
+    (replies.UNLOAD_LORA, control.unload),
+    (replies.RELEASE_MEMORY, control.release_memory),
+    (replies.RESUME_MEMORY, control.resume_memory),
+    (replies.ADMIN_STATUS, admin_status),
+    (replies.MODEL_INFO, model_info),
+    (replies.SERVER_INFO, server_info),
+    (replies.LOADS, loads),
+    (replies.READY, ready),
+    (replies.HEALTH, health),
+    (replies.PING, ping),
 )
 #: Routes of SGLang that have no counterpart, and what to use instead.
 UNSUPPORTED: dict[str, str] = {
-    sglang.UPDATE_FROM_DISTRIBUTED.path: "push weights with VerlEngine",
-    sglang.UPDATE_FROM_DISK.path: "push weights with VerlEngine, or start another server with model_path",
-    sglang.INIT_UPDATE_GROUP.path: "push weights with VerlEngine",
-    sglang.DESTROY_UPDATE_GROUP.path: "push weights with VerlEngine",
-    sglang.WEIGHTS_CHECKER.path: "on a CPU vLLM's own checker reads empty weights; VerlEngine verifies every update",
+    replies.UPDATE_FROM_DISTRIBUTED.path: "push weights with VerlEngine",
+    replies.UPDATE_FROM_DISK.path: "push weights with VerlEngine, or start another server with model_path",
+    replies.INIT_UPDATE_GROUP.path: "push weights with VerlEngine",
+    replies.DESTROY_UPDATE_GROUP.path: "push weights with VerlEngine",
+    replies.WEIGHTS_CHECKER.path: "on a CPU vLLM's own checker reads empty weights; VerlEngine verifies every update",
 }
 #: Handlers whose work is of no use when the client has gone.
-_ENDS_WITH_CLIENT = (generation.generate, information.health)
+_ENDS_WITH_CLIENT = (generation.generate, health)
 _NOT_ALLOWED = json_reply({"error": {"message": "Method Not Allowed", "code": 405}}, 405)
 _NOT_FOUND = json_reply({"error": {"message": "Not Found", "code": 404}}, 404)
 #: vLLM's own POST routes that compute nothing with the weights. All others are refused while the weights are undefined.
 PATHS_WITHOUT_WEIGHTS = frozenset({
-    *(each.path for each in vars(vllm).values() if isinstance(each, vllm.Endpoint) and each is not vllm.GENERATE),
+    *(
+        each.path
+        for each in vars(requests).values()
+        if isinstance(each, requests.Endpoint) and each is not requests.GENERATE
+    ),
     "/detokenize", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_draft_weight_update",
     "/reset_mm_cache", "/start_profile", "/stop_profile", "/v1/messages/count_tokens",
 })  # fmt: skip
@@ -145,7 +290,7 @@ class ServerApp:
             async with self._version_lock:
                 if not self._state.is_version_set:
                     version = self._state.facts.weight_version
-                    await calls.call(vllm.SET_WEIGHT_VERSION, weight_version_payload(version))
+                    await calls.call(requests.SET_WEIGHT_VERSION, weight_version_payload(version))
                     self._state.is_version_set = True
 
 
@@ -173,7 +318,7 @@ async def _describe(state: ServerState, calls: InnerCalls, body: Json) -> Json:
 
     The fields of `/generate` stand where SGLang's document has them.
     """
-    document: Json = dict(await calls.call(vllm.OPENAPI))
+    document: Json = dict(await calls.call(requests.OPENAPI))
     fields = ("text", "input_ids", "sampling_params", "rid", "stream", *sorted(REQUEST_FIELDS))
     components = dict(document.get("components") or {})
     schema = {"type": "object", "properties": {name: {} for name in fields}}
@@ -191,7 +336,7 @@ def _refuse(path: str) -> Handler:
     return refuse
 
 
-_OWN = (*_HANDLERS, (sglang.OPENAPI, _describe))
+_OWN = (*_HANDLERS, (replies.OPENAPI, _describe))
 #: Method and handler of each path that this folder answers.
 ROUTES: dict[str, tuple[str, Handler]] = {
     **{endpoint.path: (endpoint.method, handler) for endpoint, handler in _OWN},

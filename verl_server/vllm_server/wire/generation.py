@@ -11,17 +11,13 @@ from typing import Any
 import orjson
 from starlette.responses import Response, StreamingResponse
 
-from verl_server.adapter.sglang.batch import split_batch
-from verl_server.adapter.vllm.endpoints import GENERATE, TOKENIZE
-from verl_server.adapter.vllm.payloads import generate_payload
-from verl_server.adapter.vllm.replies import ABORTED, parse_generations, without_tokens
-from verl_server.adapter.vllm.stream import StreamedGeneration
+from verl_server.adapter.sglang.requests import split_batch
+from verl_server.adapter.vllm.replies import ABORTED, StreamedGeneration, parse_generations, without_tokens
+from verl_server.adapter.vllm.requests import GENERATE, TOKENIZE, generate_payload
 from verl_server.errors import BadInputError, ServerError, VerlServerError
 from verl_server.types import Json
 from verl_server.validation import is_list
-from verl_server.vllm_server.wire.inner_calls import InnerCalls
-from verl_server.vllm_server.wire.replies import error_body, json_reply, status_of
-from verl_server.vllm_server.wire.state import ServerState
+from verl_server.vllm_server.wire.state import InnerCalls, ServerState, error_body, json_reply, status_of
 
 
 async def generate(state: ServerState, calls: InnerCalls, body: Json) -> Response:

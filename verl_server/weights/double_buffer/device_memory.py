@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import UnsupportedError, VerlServerError
-from verl_server.weights.double_buffer.layout import NUM_BUCKETS
-from verl_server.weights.layout import round_up
+from verl_server.weights.arena import round_up
+from verl_server.weights.double_buffer.buffer import NUM_BUCKETS
 
 if TYPE_CHECKING:
     import torch

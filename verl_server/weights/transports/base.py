@@ -12,7 +12,11 @@ The order of calls in one update:
 
 from __future__ import annotations
 
+import base64
 import itertools
+import json
+import pickle
+import pickletools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +24,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from verl_server.types import Json, ServerInfo
-from verl_server.weights.arena import Arena
-from verl_server.weights.checksum import XXH3
-from verl_server.weights.layout import Layout
-from verl_server.weights.reports import ReceivedReport, Report
+from verl_server.weights.arena import Arena, Layout, ReceivedReport, Report
+from verl_server.weights.verification import XXH3
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +166,7 @@ class Receiver(ABC):
         """The update's named tensors in the order of the layout, valid until `close`. Raises if they do not arrive."""
 
     def tensors_to_copy(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`tensors` for a caller that copies them to an accelerator and does not change them. See `device/loading.py`.
+        """`tensors` for a caller that copies them to an accelerator and does not change them. See `device/device.py`.
 
         Where possible, they are in pinned memory.
         """
@@ -194,3 +196,39 @@ def receiving_ranks(members: Sequence[ServerInfo]) -> Iterator[ReceivingRank]:
     for receiver, (member, tp_rank) in enumerate(ranks):
         server = "the server" if len(members) == 1 else member.name
         yield ReceivingRank(receiver, tp_rank, f"TP rank {tp_rank} of {server}", member.name)
+
+
+# -- Message ----------------------------------------------------------------------------------------
+# The trainer's message to a server's weight loaders, as it travels in SGLang's `/update_weights_from_tensor`.
+
+
+def message_as_named_tensors(message: Json) -> list[tuple[str, torch.Tensor]]:
+    """The loader's message in the form in which SGLang passes tensors: an empty tensor whose name is the JSON."""
+    import torch
+
+    return [(json.dumps(message), torch.empty(0, dtype=torch.uint8))]
+
+
+def serialize_message(message: Json) -> str:
+    """The loader's message for SGLang's endpoint `/update_weights_from_tensor`, which expects base64 of a pickle.
+
+    It is a plain pickle without shared memory, so it can be sent again, and SGLang's patches of torch's reductions do
+    not matter.
+    """
+    return base64.b64encode(pickle.dumps(message_as_named_tensors(message))).decode()
+
+
+def parse_message(serialized: str) -> Json:
+    """The message in the text of `serialize_message`. Nothing is unpickled: the JSON is the pickle's first string.
+
+    Raises ValueError, also for other pickles.
+    """
+    strings = (
+        str(argument)
+        for opcode, argument, _ in pickletools.genops(base64.b64decode(serialized, validate=True))
+        if opcode.name in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
+    )
+    message = json.loads(next(strings, ""))
+    if not isinstance(message, dict):
+        raise ValueError("the message is no JSON object")  # noqa: TRY004 - as for every other text
+    return message

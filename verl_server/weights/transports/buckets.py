@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from verl_server.types import Json
-from verl_server.weights.double_buffer.buffer import DoubleBuffer
-from verl_server.weights.double_buffer.layout import DoubleBufferLayout
-from verl_server.weights.double_buffer.reader import BucketReader
-from verl_server.weights.reports import Report
+from verl_server.weights.arena import Report
+from verl_server.weights.double_buffer.buffer import BucketReader, DoubleBuffer, DoubleBufferLayout
 from verl_server.weights.transports import base
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.weights.double_buffer.buffer import DoubleBuffer
+from verl_server.weights.double_buffer.buffer import DoubleBuffer, DoubleBufferLayout
 from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory, visible_uuids
-from verl_server.weights.double_buffer.layout import DoubleBufferLayout
 from verl_server.weights.transports import buckets
 
 

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.types import Json
-from verl_server.weights.layout import ELEMENT_BYTES, SAFETENSORS_DTYPES, tensor_bytes
-from verl_server.weights.reports import ReceivedReport, Report
+from verl_server.weights.arena import ELEMENT_BYTES, SAFETENSORS_DTYPES, ReceivedReport, Report, tensor_bytes
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 

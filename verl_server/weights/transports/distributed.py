@@ -20,26 +20,28 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import VerlServerError
-from verl_server.ranks.machine import own_address
+from verl_server.ranks.placement import own_address
 from verl_server.types import Json, ServerInfo
-from verl_server.weights.broadcast.byte_ranges import split_into_chunks
-from verl_server.weights.broadcast.membership import Membership, report_before_joining
-from verl_server.weights.broadcast.mirror import Mirror
-from verl_server.weights.broadcast.placement import POLL_INTERVAL_S, ReceiverPlacement, wait_for_receivers
-from verl_server.weights.broadcast.process_group import broadcast_memory, form_gloo_group
-from verl_server.weights.broadcast.store import (
+from verl_server.weights.arena import ReceivedReport, Report, byte_ranges_of, tensor_views
+from verl_server.weights.broadcast import (
+    POLL_INTERVAL_S,
+    Membership,
+    Mirror,
+    ReceiverPlacement,
+    broadcast_memory,
     cancel_key,
+    form_gloo_group,
     get_json,
     mirror_key,
     open_store,
+    report_before_joining,
     report_key,
     set_json,
+    split_into_chunks,
+    wait_for_receivers,
 )
-from verl_server.weights.layout import byte_ranges_of
-from verl_server.weights.reports import ReceivedReport, Report
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
-from verl_server.weights.views import tensor_views
 
 if TYPE_CHECKING:
     import torch

@@ -13,18 +13,26 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl_server.ranks.machine import own_address
+from verl_server.ranks.placement import own_address
 from verl_server.types import Json
-from verl_server.weights.broadcast.byte_ranges import group_whole_tensors
-from verl_server.weights.broadcast.membership import Membership, report_before_joining
-from verl_server.weights.broadcast.placement import ReceiverPlacement
-from verl_server.weights.broadcast.process_group import form_group, start_broadcast, wait_for_work
-from verl_server.weights.double_buffer.bucket_memory import BucketMemory, HostBucketMemory
+from verl_server.weights.arena import PAGE_BYTES, Report, byte_ranges_of, round_up, tensor_bytes
+from verl_server.weights.broadcast import (
+    Membership,
+    ReceiverPlacement,
+    form_group,
+    group_whole_tensors,
+    report_before_joining,
+    start_broadcast,
+    wait_for_work,
+)
+from verl_server.weights.double_buffer.buffer import (
+    DEFAULT_BUCKET_BYTES,
+    NUM_BUCKETS,
+    BucketLease,
+    BucketMemory,
+    HostBucketMemory,
+)
 from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
-from verl_server.weights.double_buffer.layout import DEFAULT_BUCKET_BYTES, NUM_BUCKETS
-from verl_server.weights.double_buffer.reader import BucketLease
-from verl_server.weights.layout import PAGE_BYTES, byte_ranges_of, round_up, tensor_bytes
-from verl_server.weights.reports import Report
 from verl_server.weights.transports import base, distributed
 from verl_server.weights.transports.base import UpdateAttempt
 

@@ -11,13 +11,19 @@ from typing import TYPE_CHECKING
 
 from verl_server.errors import UnsupportedError
 from verl_server.types import Json
-from verl_server.weights.device.pinned_memory import PinnedMemory
-from verl_server.weights.layout import MAX_TP_RANKS, TABLE_OFFSET
-from verl_server.weights.memory_file import memory_contains, open_memory_file
-from verl_server.weights.reports import ReceivedReport, Report, SharedReports
+from verl_server.weights.arena import (
+    MAX_TP_RANKS,
+    TABLE_OFFSET,
+    ReceivedReport,
+    Report,
+    SharedReports,
+    memory_contains,
+    open_memory_file,
+    tensor_views,
+)
+from verl_server.weights.device import PinnedMemory
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt
-from verl_server.weights.views import tensor_views
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,16 @@ node checks the reports of that node. Rank 0 publishes the update and resumes ge
 from __future__ import annotations
 
 import dataclasses
+import logging
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,37 +29,542 @@ from verl_server.errors import (
     ServerDiedError,
     ShutDownError,
     TornWeightsError,
+    UnsupportedError,
     VerlServerError,
+    WeightManifestError,
     to_wire,
 )
-from verl_server.types import Json, WeightUpdateResult
-from verl_server.weights.arena import Arena
-from verl_server.weights.device.staging_copies import StagingCopies
-from verl_server.weights.device.streams import accelerator, as_current
-from verl_server.weights.layout import Layout
+from verl_server.types import Json, ServerInfo, WeightUpdateResult
+from verl_server.weights.arena import Arena, Layout, ReceivedReport, tensor_bytes
+from verl_server.weights.device import StagingCopies, accelerator, as_current
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.transports.base import Sender, UpdateAttempt
-from verl_server.weights.update.commit import commit, replay, resume_published
-from verl_server.weights.update.contributions import contribution_of, require_same_names
-from verl_server.weights.update.report_checks import verify_reports
-from verl_server.weights.update.request import (
+from verl_server.weights.transports.base import ReceivingRank, Sender, UpdateAttempt, receiving_ranks
+from verl_server.weights.update.options import (
+    ReplayFn,
+    UpdatableServers,
     UpdateOptions,
     ValidatedUpdate,
     outcome_message,
     raise_resume_error,
+    result_message,
     torn_error,
     torn_to_message,
     validate_options,
 )
-from verl_server.weights.update.servers import ReplayFn, UpdatableServers
-from verl_server.weights.update.shard_writer import ShardWriter
-from verl_server.weights.update.staged_checksums import StagedChecksums
-from verl_server.weights.update.tensor_source import NamedTensors, TensorSource
+from verl_server.weights.update.source import (
+    NamedTensors,
+    ShardWriter,
+    StagedChecksums,
+    TensorSource,
+    contribution_of,
+    require_same_names,
+)
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
-from verl_server.weights.update.whole_modules import complete_modules
+from verl_server.weights.verification import shares_are_complete
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
+
+
+# -- Report checks ----------------------------------------------------------------------------------
+# Checks of the reports of TP ranks on an update: all have loaded all tensors, and have read what was staged.
+
+
+def verify_reports(
+    reports: Mapping[str, ReceivedReport | None],
+    attempt: UpdateAttempt,
+    checksums: Sequence[int],
+    *,
+    is_whole: bool,
+    optional: Collection[str] = (),
+) -> None:
+    """Check that every TP rank has loaded this attempt and has read what was staged.
+
+    Raises VerlServerError, with the names of all servers that failed as `details["servers"]`.
+
+    `reports`: report of each TP rank by its label. `checksums`: checksum of each staged tensor. `is_whole`: this is
+    an update of the whole model. `optional`: names of tensors that a server need not read. `details["unread"]` of the
+    error has the names of tensors that a server did not read; nothing else is wrong then.
+    """
+    servers = {rank.label: rank.server for rank in receiving_ranks(attempt.members)}
+    errors: dict[str, VerlServerError] = {}
+    for label, received in reports.items():
+        try:
+            _verify_report(label, received, attempt, checksums, is_whole=is_whole)
+        except VerlServerError as error:
+            errors[label] = error
+    if attempt.verify and not errors:
+        errors = _unverified_servers(reports, servers) or _servers_with_unread(reports, servers, optional, is_whole)
+    if errors:
+        first = next(iter(errors.values()))
+        first.details["servers"] = sorted({servers[label] for label in errors if label in servers})
+        raise first
+
+
+def require_opened(transport: str, reports: Iterable[tuple[ReceivingRank, ReceivedReport | None]]) -> None:
+    """Raise UnsupportedError unless every TP rank has opened what the transport needs, after a message `opens_only`."""
+    errors: list[VerlServerError] = []
+    for rank, received in reports:
+        if received is None or not received.report.ok:
+            reason = "it did not report; see the server's log" if received is None else received.report.error
+            errors.append(
+                UnsupportedError(
+                    f"{rank.label} cannot open the staging memory of the transport {transport!r}: {reason}. The server "
+                    "keeps its weights",
+                    servers=[rank.server],
+                )
+            )
+    if errors:
+        raise first_error(errors)
+
+
+def first_error(errors: Sequence[VerlServerError]) -> VerlServerError:
+    """The first error of several checks, with the names of the servers that failed in any of them."""
+    errors[0].details["servers"] = sorted({name for error in errors for name in error.details.get("servers", ())})
+    return errors[0]
+
+
+def _verify_report(
+    label: str, received: ReceivedReport | None, attempt: UpdateAttempt, checksums: Sequence[int], *, is_whole: bool
+) -> None:
+    if received is None:
+        raise VerlServerError(
+            f"{label} did not report on the update: it could not reach the staged weights. See the server's log"
+        )
+    report = received.report
+    if not report.ok:
+        raise VerlServerError(f"{label} could not load the weights: {report.error}", log_tail=report.trace)
+    if report.num_tensors != len(attempt.names):
+        raise VerlServerError(f"{label} took {report.num_tensors} of the update's {len(attempt.names)} tensors")
+    if attempt.verify:
+        _verify_checksums(label, received, attempt, checksums)
+        _verify_coverage(label, received, is_whole)
+
+
+def _unverified_servers(
+    reports: Mapping[str, ReceivedReport | None], servers: Mapping[str, str]
+) -> dict[str, VerlServerError]:
+    """An error for each server whose TP ranks have not verified all tensors together."""
+    shares: dict[str, dict[str, tuple[int, int]]] = {}
+    for label, received in reports.items():
+        assert received is not None
+        shares.setdefault(servers.get(label, ""), {})[label] = received.report.share
+    return {
+        label: VerlServerError(f"{label} and the other TP ranks of its server have not verified all tensors together")
+        for server_shares in shares.values()
+        if not shares_are_complete([*server_shares.values()])
+        for label in [next(iter(server_shares))]
+    }
+
+
+def _servers_with_unread(
+    reports: Mapping[str, ReceivedReport | None],
+    servers: Mapping[str, str],
+    optional: Collection[str],
+    is_whole: bool,
+) -> dict[str, VerlServerError]:
+    """An error for each server of which no TP rank has read some tensors that are not `optional`."""
+    unread: dict[str, tuple[str, set[str]]] = {}
+    for label, received in reports.items():
+        assert received is not None
+        unread.setdefault(servers.get(label, ""), (label, set(received.report.unread)))[1].intersection_update(
+            received.report.unread
+        )
+    errors: dict[str, VerlServerError] = {}
+    for label, names in unread.values():
+        if skipped := sorted(names.intersection(optional)):
+            logger.info("%s does not use %d pushed tensors, for example %s", label, len(skipped), skipped[0])
+        if ignored := sorted(names.difference(optional)):
+            errors[label] = VerlServerError(
+                f"{label} did not read {len(ignored)} of the pushed tensors, for example {ignored[0]!r}: the model "
+                "class of the inference engine ignores them, or takes them only together with others. Push all "
+                "tensors; if these are still ignored, the engine computes without them. Unless the trainer's model "
+                "does not use them either, the policy that it serves is another one (verify=False skips this check)",
+                unread=ignored,
+                is_whole=is_whole,
+            )
+    return errors
+
+
+def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
+    """Compare the checksums of a TP rank's share of the tensors."""
+    first, step = received.report.share
+    expected = zip(attempt.names[first::step], checksums[first::step], received.checksums, strict=True)
+    different = [name for name, staged, read in expected if staged != read]
+    if different:
+        raise VerlServerError(
+            f"{label} read {len(different)} tensors that differ from what was staged, {different[0]!r} first: "
+            "do not write to the staged tensors during an update"
+        )
+
+
+def _verify_coverage(label: str, received: ReceivedReport, is_whole: bool) -> None:
+    report = received.report
+    if report.num_unwritten and is_whole:
+        raise VerlServerError(
+            f"{label} did not write {report.num_unwritten} of its parameters in an update of the whole model, for "
+            f"example {report.unwritten[0]!r}: the update lacks their tensors, or the model class of the server "
+            "ignores them (verify=False skips this check)"
+        )
+
+
+# -- Commit -----------------------------------------------------------------------------------------
+# The steps of one staged weight update on trainer rank 0, after all ranks have written their tensors.
+#
+#     prepare          the transport does what can be done before generation is paused
+#     pause            every server pauses generation
+#     begin            every server opens a weight update session
+#     open             new servers: every TP rank opens what the transport needs, for example the arena
+#     load             every server's TP ranks load, while the transport delivers the tensors
+#     end              every server closes the session
+#     verify reports   every TP rank has loaded all tensors and has read the bytes that are staged
+#     publish          the new weight version and its checksums are recorded
+#     resume           every server continues generation
+#
+# With several nodes, the last two steps wait until the other nodes have verified their reports, see `staged`.
+#
+# A failure up to `open` has no effect. After a failure up to `verify reports` the served weights are torn, and the
+# update is tried once more with the staged tensors; a third time if servers that fail repeatedly are left out. If that
+# fails too, generation stays paused until an update of all tensors succeeds. When `resume` fails, the servers hold the
+# new weights, and their version counts.
+
+
+@dataclass(frozen=True)
+class StagedUpdate:
+    """Tensors that are staged in the sender's arena, and the servers that have to load them."""
+
+    servers: UpdatableServers
+    sender: Sender
+    validated: ValidatedUpdate
+    names: Sequence[str]
+    """Names of the tensors, in the order of the layout."""
+    checksums: Sequence[int]
+    """Checksum of each staged tensor. Empty without verification."""
+    manifest: Manifest
+    """The model. An update of the whole model must write every parameter of the servers."""
+    load_started: threading.Event = field(default_factory=threading.Event)
+    """Event that is set when a server may hold a part of the update."""
+
+    def new_attempt(self) -> UpdateAttempt:
+        """An attempt at this update, on the servers that take part now."""
+        return UpdateAttempt(uuid.uuid4().hex, self.names, self.validated.verify, self.servers.members)
+
+
+def commit(
+    servers: UpdatableServers,
+    sender: Sender,
+    names: Sequence[str],
+    checksums: Sequence[int],
+    validated: ValidatedUpdate,
+    publish: Callable[[Sequence[int]], None],
+    *,
+    manifest: Manifest,
+    weights_are_torn: bool,
+    load_started: threading.Event | None = None,
+    resumes: bool = True,
+) -> tuple[Json, UpdateAttempt, VerlServerError | None]:
+    """Make the servers load the tensors `names`, in the order of the layout, which are staged in the sender's arena.
+
+    `checksums`: checksum of each of them, empty without verification. `publish` is called with the checksums when all
+    servers have verified the update and before generation continues. `manifest`: that of the model.
+    `weights_are_torn`: the servers held torn weights before the update. `load_started` is set when a server may hold a
+    part of the update. `resumes`: whether generation continues after a success. If False, the caller calls
+    `resume_published`.
+
+    Returns the result as JSON, the successful attempt, and the error if generation does not continue on all servers.
+    Raises TornWeightsError when a server may hold a part of the update. An exception that is not of this library, for
+    example KeyboardInterrupt, is raised unchanged: the weights are torn if `load_started` is set. Generation continues
+    only with whole weights: after a success, or when nothing was loaded and the weights were whole before.
+    """
+    load_started = load_started or threading.Event()
+    update = StagedUpdate(servers, sender, validated, names, checksums, manifest, load_started)
+    attempt = update.new_attempt()
+    started = time.monotonic()
+    try:
+        if not attempt.members:  # all servers of a fleet are started again, and then get the weights by `replay`
+            publish(checksums)
+        else:
+            with prepare(update, attempt):
+                started = time.monotonic()
+                servers.pause(validated.pause_mode)
+                load_and_verify(update, attempt)
+                publish(checksums)
+    except TornWeightsError as error:
+        leave_out_failed(servers, error)
+        logger.warning("%s The update is tried once more.", error.message)
+        attempt = retry(update, publish)
+    except (ServerDiedError, ShutDownError):
+        raise
+    except BaseException as error:
+        if not weights_are_torn and not load_started.is_set():
+            resume_unchanged(servers)
+        elif isinstance(error, VerlServerError):
+            raise torn_error(error, validated) from error
+        raise
+    resume_error = resume_published(servers, validated) if resumes else None
+    return _result_of(update, load_s=time.monotonic() - started), attempt, resume_error
+
+
+def retry(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> UpdateAttempt:
+    """Repeat an update that left torn weights, on the servers that are left. They are still paused.
+
+    If a part of the servers fails again, and these servers are left out, the update is repeated once more. Raises
+    TornWeightsError if it fails.
+    """
+    try:
+        return repeat(update, publish)
+    except TornWeightsError as error:
+        if not leave_out_failed(update.servers, error):
+            raise
+        logger.warning("%s The update is tried without the servers %s.", error.message, error.details["servers"])
+    return repeat(update, publish)
+
+
+def repeat(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> UpdateAttempt:
+    """One more attempt at an update that left torn weights. Raises TornWeightsError if it fails."""
+    attempt = update.new_attempt()
+    if not attempt.members:
+        publish(update.checksums)
+        return attempt
+    try:
+        with prepare(update, attempt):
+            load_and_verify(update, attempt)
+            publish(update.checksums)
+    except (TornWeightsError, ServerDiedError, ShutDownError):
+        raise
+    except VerlServerError as error:
+        raise torn_error(error, update.validated) from error
+    return attempt
+
+
+def leave_out_failed(servers: UpdatableServers, error: VerlServerError) -> bool:
+    """Tell the servers which of them caused the `error` of an attempt. Returns whether some are left out from now on.
+
+    `details["servers"]` of the error has their names as members of the update.
+    """
+    failed = error.details.get("servers", ())
+    return bool(failed) and servers.leave_out(failed, error)
+
+
+def replay(
+    servers: UpdatableServers,
+    sender: Sender,
+    validated: ValidatedUpdate,
+    published_checksums: Mapping[str, int],
+    manifest: Manifest,
+) -> None:
+    """Load the published weights into servers that missed their update, if the same weights are still staged.
+
+    `published_checksums`: checksum of each published tensor. Raises VerlServerError; the servers then hold no whole
+    weights.
+    """
+    names = sender.layout.in_order(list(published_checksums))
+    expected = [published_checksums[name] for name in names]
+    update = StagedUpdate(servers, sender, validated, names, expected, manifest)
+    attempt = UpdateAttempt(uuid.uuid4().hex, names, verify=True, members=servers.members)
+    with prepare(update, attempt):
+        servers.pause(validated.pause_mode)
+        load_and_verify(update, attempt)
+        # A trainer rank may stage the next update in the meantime, perhaps just behind the reader.
+        if StagedChecksums(sender.arena.tensor, sender.settings.checksum).values(names) != expected:
+            raise VerlServerError("the staged weights have changed while a server loaded the published weights")
+        servers.resume()
+
+
+# -- the steps ---------------------------------------------------------------------------------------
+
+
+def resume_published(servers: UpdatableServers, validated: ValidatedUpdate) -> VerlServerError | None:
+    """Continue generation after an update was published. Returns the error if that fails twice."""
+    return _resume_twice(servers, f"after weight version {validated.weight_version}")
+
+
+def resume_unchanged(servers: UpdatableServers) -> None:
+    """Continue generation after an update that has loaded nothing. Errors are logged: that of the update is raised."""
+    if error := _resume_twice(servers, "after an update that has loaded nothing"):
+        logger.error("generation does not continue: %s", error)
+
+
+def _resume_twice(servers: UpdatableServers, when: str) -> VerlServerError | None:
+    try:
+        servers.resume()
+    except VerlServerError as first:
+        logger.warning("generation does not continue %s: %s", when, first)
+        try:
+            servers.resume()
+        except VerlServerError as second:
+            return second
+    return None
+
+
+@contextmanager
+def prepare(update: StagedUpdate, attempt: UpdateAttempt) -> Iterator[None]:
+    """Prepare the transport before the body, and finish the attempt after the body in any case."""
+    sender = update.sender
+    try:
+        sender.prepare(attempt)
+        yield
+    except BaseException:
+        sender.finish(attempt, succeeded=False)
+        raise
+    sender.finish(attempt, succeeded=True)
+
+
+def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
+    """The steps begin, open, load, end and verify reports. Raises TornWeightsError for any failure after `open`.
+
+    With several servers of which some can be left out, for any failure after `begin`.
+    """
+    servers, sender, validated = update.servers, update.sender, update.validated
+    messages = [
+        {
+            "transport": sender.name,
+            "update_id": attempt.id,
+            "verify": attempt.verify,
+            "checksum": sender.settings.checksum,
+            **sender.loader_message(attempt, member_index),
+        }
+        for member_index in range(len(attempt.members))
+    ]
+    try:
+        with open_session(servers):
+            if servers.can_leave_out and len(attempt.members) > 1:  # it is repeated, without those that fail again
+                update.load_started.set()
+            if attempt.members != sender.opened_members:
+                servers.load([{**message, "opens_only": True} for message in messages], None, flush_cache=False)
+                opening = replace(attempt, verify=False)
+                ranks = sender.receiving_ranks(opening)
+                require_opened(sender.name, [(rank, sender.read_report(opening, rank.receiver)) for rank in ranks])
+                sender.opened_members = attempt.members
+            update.load_started.set()
+            load_and_deliver(update, attempt, messages)
+        verify_reports(
+            sender.reports(attempt),
+            attempt,
+            update.checksums,
+            is_whole=update.manifest.is_whole(update.names),
+            optional=update.manifest.not_required,
+        )
+    except (ServerDiedError, ShutDownError):
+        raise  # no server is left whose weights could be torn
+    except VerlServerError as error:
+        if not update.load_started.is_set():
+            raise
+        raise torn_error(error, validated) from error
+
+
+@contextmanager
+def open_session(servers: UpdatableServers) -> Iterator[None]:
+    """A weight update session on every server during the body, or on none if a server refuses it."""
+    try:
+        servers.begin_weight_update()
+        yield
+    except BaseException:
+        with suppress(VerlServerError):
+            servers.end_weight_update()
+        raise
+    servers.end_weight_update()  # a session that an interrupt leaves open here is closed by the next `begin`
+
+
+def load_and_deliver(update: StagedUpdate, attempt: UpdateAttempt, messages: Sequence[Json]) -> None:
+    """Make the servers load while the transport delivers, and wait for both.
+
+    The servers' error is raised rather than that of the transport, because it says more than an error that follows from
+    it. An interrupt such as KeyboardInterrupt is raised unchanged. Whenever it comes, the servers learn of it before
+    anything waits for them.
+    """
+    servers, validated = update.servers, update.validated
+    loading: Future[None] | None = None
+    pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-load")
+    try:
+        loading = started = pool.submit(servers.load, messages, validated.weight_version, validated.flush_cache)
+        update.sender.deliver(attempt, is_loading=lambda: not started.done())
+        loading.result()
+    except BaseException as error:
+        update.sender.abandon(error)
+        if loading is not None and isinstance(error, Exception):
+            loading.result()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _result_of(update: StagedUpdate, load_s: float) -> Json:
+    slots = update.sender.layout.slots
+    return result_message(
+        weight_version=update.validated.weight_version,
+        num_tensors=len(update.names),
+        num_bytes=sum(tensor_bytes(slots[name].spec) for name in update.names),
+        num_missing=update.manifest.num_missing(update.names),
+        transport=update.sender.name,
+        staging_bytes=update.sender.layout.size_bytes,
+        sent_bytes=update.sender.sent_bytes,
+        load_s=load_s,
+    )
+
+
+# -- Whole modules ----------------------------------------------------------------------------------
+# Partial updates of engines that load a module only with all of its tensors.
+#
+# vLLM fuses some modules of a checkpoint into one, for example `q_proj`, `k_proj` and `v_proj`, and would fill the
+# missing part with uninitialised memory. The missing tensors are taken from the arena, which has those of the last
+# update.
+
+
+def complete_modules(
+    names: Sequence[str],
+    members: Iterable[ServerInfo],
+    manifest: Manifest,
+    published: Mapping[str, int],
+    compute_checksums: Callable[[Sequence[str]], Sequence[int]],
+) -> list[str]:
+    """`names`, and the tensors without which a server of `members` cannot load them, in the order of the manifest.
+
+    `published`: checksum of each tensor of the last updates. `compute_checksums` returns those of tensors as they are
+    staged now. Raises WeightManifestError if a tensor that must be added was not published or has changed since.
+    """
+    given = set(names)
+    added: set[str] = set()
+    for fused in {member.fused_modules for member in members if member.fused_modules is not None}:
+        added |= _missing_tensors(given, fused, manifest, published)
+    if not added:
+        return list(names)
+    missing = sorted(added)
+    changed = missing
+    if all(name in published for name in missing):
+        checksums = compute_checksums(missing)
+        changed = [name for name, value in zip(missing, checksums, strict=True) if published[name] != value]
+    if changed:
+        raise WeightManifestError(
+            f"the update has a part of a module that vLLM loads only as a whole, and lacks {', '.join(changed[:6])}"
+            f"{' and others' if len(changed) > 6 else ''}. Push these tensors as well, or push all tensors once with "
+            "verify=True: later updates take the missing tensors from it",
+            name=changed[0],
+        )
+    return [name for name in manifest.tensors if name in given or name in added]
+
+
+def _missing_tensors(
+    given: set[str], fused: Sequence[Sequence[str]], manifest: Manifest, published: Collection[str]
+) -> set[str]:
+    """The tensors of the modules of `given` that are not in `given`. Optional ones only if they were published."""
+    known = [name for name in manifest.tensors if name in manifest.required or name in published]
+    missing = set[str]()
+    if given.issuperset(known):
+        return missing
+    for tails in fused:
+        endings = "|".join(re.escape(tail).replace(r"\*", r"\d+") for tail in tails)
+        pattern, groups = re.compile(rf"(?:(.*)\.)?(?:{endings})"), defaultdict[str | None, set[str]](set)
+        for name in known:
+            if (match := pattern.fullmatch(name)) is not None:
+                groups[match[1]].add(name)
+        missing.update(*(group - given for group in groups.values() if not group.isdisjoint(given)))
+    return missing
+
+
+# -- Staged -----------------------------------------------------------------------------------------
 
 
 class StagedUpdater(WeightUpdater):

@@ -13,37 +13,422 @@ A failure after `open` leaves the weights torn: no copy of the tensors is kept f
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from verl_server.config import PauseMode
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
-from verl_server.types import Json, ServerInfo, WeightUpdateResult
-from verl_server.weights.double_buffer.layout import NUM_BUCKETS
-from verl_server.weights.layout import tensor_bytes
+from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
+from verl_server.weights.arena import MAX_TP_RANKS, tensor_bytes
+from verl_server.weights.device import StagingCopies, accelerator, as_current
+from verl_server.weights.double_buffer.buffer import (
+    CHECKSUM_READER,
+    NUM_BUCKETS,
+    RECLAIM_TIMEOUT_S,
+    BucketReader,
+    BucketWriter,
+    DoubleBuffer,
+    DoubleBufferLayout,
+)
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.update.buffer_filler import BufferFiller, BufferRole
-from verl_server.weights.update.contributions import contribution_of, require_same_names, require_tensors
-from verl_server.weights.update.opening import DoubleBuffers
-from verl_server.weights.update.report_checks import first_error
-from verl_server.weights.update.request import (
+from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks
+from verl_server.weights.update.options import (
+    UpdatableServers,
     UpdateOptions,
+    ValidatedUpdate,
     outcome_message,
     raise_resume_error,
     result_message,
     torn_error,
     validate_options,
 )
-from verl_server.weights.update.server_session import OpenedUpdate, ServerSession
-from verl_server.weights.update.shard_writer import ShardWriter, enter_meshes
-from verl_server.weights.update.tensor_source import NamedTensors, TensorSource
+from verl_server.weights.update.source import (
+    NamedTensors,
+    ShardWriter,
+    TensorSource,
+    contribution_of,
+    enter_meshes,
+    require_same_names,
+    require_tensors,
+)
+from verl_server.weights.update.staged import (
+    first_error,
+    leave_out_failed,
+    open_session,
+    require_opened,
+    resume_published,
+    resume_unchanged,
+    verify_reports,
+)
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
+from verl_server.weights.verification import Checksums, choose_algorithm
 
 if TYPE_CHECKING:
     import torch
+
+
+# -- Server session ---------------------------------------------------------------------------------
+# The servers' side of a streamed update on trainer rank 0: pause, begin, load in the background, end, resume.
+
+
+@dataclass(frozen=True)
+class OpenedUpdate:
+    """A streamed update for which the servers are loading, as all ranks know it."""
+
+    validated: ValidatedUpdate
+    update_id: str
+    update_number: int
+    """Number of the update through the double buffers."""
+    members: Sequence[ServerInfo]
+    """The servers that load the update."""
+    opened_at: float
+    """Time of `time.monotonic` at which this rank learned of the update."""
+
+    def to_message(self) -> Json:
+        """The update as rank 0 sends it to the other ranks."""
+        return {
+            "validated": asdict(self.validated),
+            "update_id": self.update_id,
+            "update_number": self.update_number,
+            "members": [[member.name, member.tp_size] for member in self.members],
+        }
+
+    @classmethod
+    def from_message(cls, message: Json) -> OpenedUpdate:
+        """The update that `to_message` described."""
+        validated = ValidatedUpdate(
+            **{**message["validated"], "pause_mode": PauseMode(message["validated"]["pause_mode"])}
+        )
+        members = [ServerInfo(name, tp_size) for name, tp_size in message["members"]]
+        return cls(validated, message["update_id"], message["update_number"], members, time.monotonic())
+
+
+class ServerSession:
+    """The weight update session of all servers during one streamed update.
+
+    Raises UnsupportedError if the servers have more TP ranks than a double buffer serves.
+    """
+
+    def __init__(self, servers: UpdatableServers, opened: OpenedUpdate) -> None:
+        self._servers, self.opened = servers, opened
+        self._validated, self.members = opened.validated, opened.members
+        self._steps = ExitStack()
+        """What `end` has to end: the session of the servers, and their loaders."""
+        self._loading: Future[None] | None = None
+        self.may_have_loaded = False
+        """Whether a server may hold a part of the update."""
+        self.pause_started = math.nan
+        """Time of `time.monotonic` just before the servers were paused."""
+        tp_ranks = sum(member.tp_size for member in self.members)
+        if not tp_ranks:
+            raise ServerDiedError("no server runs now, and this transport does not keep the weights for later")
+        if tp_ranks > MAX_TP_RANKS:
+            raise UnsupportedError(
+                f"the servers have {tp_ranks} TP ranks, but one trainer serves at most {MAX_TP_RANKS}: "
+                "use fewer servers"
+            )
+
+    def open(self, weights_are_torn: bool, prepare: Callable[[], None], message: Json) -> None:
+        """Pause generation, open the session, call `prepare` and start the loaders of all servers with `message`.
+
+        `prepare` must not change the weights. The loaders run in a background thread until `end`. After an error before
+        a loader was started, generation continues unless the weights were torn.
+        """
+        self.pause_started = time.monotonic()
+        try:
+            self._servers.pause(self._validated.pause_mode)
+            self._steps.enter_context(open_session(self._servers))
+            prepare()
+            self.may_have_loaded = True
+            pool = self._steps.enter_context(ThreadPoolExecutor(1, thread_name_prefix="verl-server-load"))
+            version, flushes = self._validated.weight_version, self._validated.flush_cache
+            self._loading = pool.submit(self._servers.load, self._messages(message), version, flushes)
+        except BaseException as error:  # also KeyboardInterrupt
+            if not self.may_have_loaded:
+                self._undo(error, weights_are_torn)
+            raise
+
+    def _undo(self, error: BaseException, weights_are_torn: bool) -> None:
+        """End a session in which no server has loaded anything."""
+        with suppress(VerlServerError):
+            self.end()
+        if isinstance(error, VerlServerError):
+            leave_out_failed(self._servers, error)
+        if not weights_are_torn:
+            resume_unchanged(self._servers)
+
+    def call_loaders(self, message: Json) -> None:
+        """Call the loaders of all servers with a message that changes no weights, and wait for them."""
+        self._servers.load(self._messages(message), None, flush_cache=False)
+
+    def _messages(self, message: Json) -> list[Json]:
+        tp_sizes = [member.tp_size for member in self.members]
+        firsts = [sum(tp_sizes[:index]) for index in range(len(tp_sizes))]
+        return [
+            {**message, "first_receiver": first, "tp_size": tp_size}
+            for first, tp_size in zip(firsts, tp_sizes, strict=True)
+        ]
+
+    def require_loading(self) -> None:
+        """Raise VerlServerError if the servers are not loading any more."""
+        if self._loading is not None and self._loading.done():
+            raise VerlServerError("the servers stopped loading before they had received all tensors")
+
+    def end(self) -> None:
+        """Wait until the servers have loaded, and end the session. Raises the servers' error. Safe to call twice."""
+        loading, self._loading = self._loading, None
+        with self._steps:
+            if loading is not None:
+                loading.result()
+
+    def torn_outcome(self, error: VerlServerError, cause: VerlServerError) -> Json:
+        """The message about an update that failed with `error`. A server that fails repeatedly is left out of the next.
+
+        `cause`: the error that the caller receives.
+        """
+        torn = torn_error(cause, self._validated)
+        if (failed := error.details.get("servers")) is not None:
+            torn.details["servers"] = failed
+        leave_out_failed(self._servers, torn)
+        return outcome_message(self._validated, torn)
+
+    def publish_and_resume(self, whole: bool) -> VerlServerError | None:
+        """Record the new weight version, and continue generation. `whole`: the update contained all tensors.
+
+        Returns the error if generation does not continue.
+        """
+        self._servers.published(self._validated.weight_version, whole, None)
+        return resume_published(self._servers, self._validated)
+
+
+# -- Opening ----------------------------------------------------------------------------------------
+# Opening of double buffers by the servers' TP ranks, before the first update with these servers.
+#
+# A TP rank that cannot open a double buffer, for example because it does not see the GPU, is found here. The servers
+# then keep their weights. In the middle of an update, the weights would be torn.
+
+
+@dataclass(frozen=True)
+class DoubleBuffers:
+    """The double buffers of all trainer ranks, as the loaders of the servers need to know them."""
+
+    transport: str
+    layout: DoubleBufferLayout
+    descriptions: Sequence[Json]
+    """What a server needs to open each double buffer."""
+    num_writers: int
+    """Number of trainer ranks that write each double buffer."""
+    timeout_s: float
+    """Deadline of one update in seconds."""
+
+    def loader_message(self, opened: OpenedUpdate) -> Json:
+        """The message for the loaders of all servers."""
+        return {
+            "transport": self.transport,
+            "update_id": opened.update_id,
+            "verify": opened.validated.verify,
+            "update_number": opened.update_number,
+            "double_buffers": list(self.descriptions),
+            "layout": asdict(self.layout),
+            "num_writers": self.num_writers,
+            "timeout_s": self.timeout_s,
+            "checksum": choose_algorithm(),
+        }
+
+    def opening_message(self, opened: OpenedUpdate) -> Json:
+        """A message after which the loaders only open the double buffers and report. They load nothing."""
+        return {**self.loader_message(opened), "opens_only": True}
+
+    def require_opened(self, opened: OpenedUpdate) -> None:
+        """Raise UnsupportedError unless every TP rank has opened its double buffer after `opening_message`.
+
+        Rank 0 opens the double buffers of all trainer ranks, because they contain the reports.
+        """
+        with ExitStack() as stack:
+            buffers = [stack.enter_context(closing(self._open(rank))) for rank in range(len(self.descriptions))]
+            require_opened(
+                self.transport,
+                (
+                    (rank, buffers[rank.receiver % len(buffers)].reports.read(rank.receiver, opened.update_id, 0))
+                    for rank in receiving_ranks(opened.members)
+                ),
+            )
+
+    def _open(self, rank: int) -> DoubleBuffer:
+        """The double buffer of a trainer rank, opened on rank 0. Raises UnsupportedError."""
+        try:
+            return DoubleBuffer.open(self.descriptions[rank]["location"], self.layout)
+        except OSError as error:
+            raise UnsupportedError(
+                f"rank 0 cannot open the staging memory of trainer rank {rank}: {error}. "
+                f"The transport {self.transport!r} needs all trainer ranks on one machine"
+            ) from error
+
+
+# -- Buffer filler ----------------------------------------------------------------------------------
+# One trainer rank's part of a streamed update: fill its double buffer, compute checksums, and check the reports.
+
+
+@dataclass(frozen=True)
+class BufferRole:
+    """The role of one trainer rank at one double buffer."""
+
+    double_buffer: DoubleBuffer
+    writer_index: int
+    """Number of this rank among the writers of the double buffer."""
+    num_writers: int
+    """Number of trainer ranks that write the double buffer."""
+    is_lead_writer: bool
+    """Whether this rank writes tensors that are not sharded, computes checksums, and reads the reports."""
+    buffer_index: int
+    """Number of the double buffer. It serves the TP ranks whose number is equal to it modulo `num_buffers`."""
+    num_buffers: int
+    """Number of double buffers of all trainer ranks."""
+
+    def receiving_ranks(self, members: Sequence[ServerInfo]) -> Iterator[ReceivingRank]:
+        """The TP ranks of the servers that this double buffer serves."""
+        for rank in receiving_ranks(members):
+            if rank.receiver % self.num_buffers == self.buffer_index:
+                yield rank
+
+    def fail(self, update_number: int, message: str) -> None:
+        """Make the readers and the other writers of the double buffer stop waiting in one update."""
+        self.double_buffer.progress(update_number).fail(message)
+
+
+class BufferFiller:
+    """Fills one rank's double buffer with its part of the update `opened`.
+
+    `require_ranks` raises when the trainer ranks cannot work together any more. `require_peers` raises in addition when
+    the servers are not loading any more. `deadline` is a time of `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        role: BufferRole,
+        opened: OpenedUpdate,
+        require_ranks: Callable[[], None],
+        require_peers: Callable[[], None],
+        deadline: float,
+    ) -> None:
+        self._role, self._opened, self._deadline = role, opened, deadline
+        self.copies = StagingCopies(role.double_buffer.buckets.pin)
+        """Makes the copies into the memory that `reserve` returns."""
+        readers = [rank.receiver for rank in role.receiving_ranks(opened.members)]
+        if opened.validated.verify:
+            readers.append(CHECKSUM_READER)
+        self._writer = BucketWriter(
+            role.double_buffer,
+            opened.update_number,
+            role.writer_index,
+            role.is_lead_writer,
+            readers,
+            require_peers,
+            self.copies.wait,
+        )
+        self._error: VerlServerError | None = None
+        """Why the double buffer could not be filled, or None."""
+        self._checksums: Future[list[int]] | None = None
+        if role.is_lead_writer and opened.validated.verify:
+            self._checksums = self._start_checksums(require_ranks)
+
+    def reserve(self, name: str, spec: TensorSpec) -> torch.Tensor | None:
+        """Memory for the next tensor in a bucket. None if the double buffer has failed; `finish` raises the error.
+
+        The caller continues to read its tensors then, because other ranks may be gathering them together with this
+        rank.
+        """
+        if self._error is not None:
+            return None
+        try:
+            return self._writer.reserve(name, spec, self._deadline)
+        except VerlServerError as error:
+            self._error = error
+            return None
+
+    def finish(self) -> None:
+        """Hand the last bucket to the readers. Raises the error of an earlier `reserve`."""
+        if self._error is not None:
+            raise self._error
+        self._writer.finish()
+
+    def report_error(self, names: Sequence[str], manifest: Manifest, timeout_s: float) -> VerlServerError | None:
+        """On the leader: what is wrong with the reports of the TP ranks that this double buffer serves, or None.
+
+        `names`: the tensors in the order in which they were written. `timeout_s`: seconds to wait for the
+        checksums.
+        """
+        if not self._role.is_lead_writer:
+            return None
+        verify = self._opened.validated.verify
+        attempt = UpdateAttempt(self._opened.update_id, names, verify, self._opened.members)
+        num_checksums = len(names) if verify else 0
+        reports = {
+            rank.label: self._role.double_buffer.reports.read(rank.receiver, attempt.id, num_checksums)
+            for rank in self._role.receiving_ranks(attempt.members)
+        }
+        try:
+            checksums = [] if self._checksums is None else _checksums_of(self._checksums, timeout_s)
+            is_whole = manifest.is_whole(names)
+            verify_reports(reports, attempt, checksums, is_whole=is_whole, optional=manifest.not_required)
+        except VerlServerError as error:
+            return error
+        return None
+
+    def close(self) -> None:
+        """Wait for the thread that computes checksums, which uses the double buffer."""
+        if self._checksums is not None:
+            wait([self._checksums], RECLAIM_TIMEOUT_S)
+
+    def _start_checksums(self, require_ranks: Callable[[], None]) -> Future[list[int]]:
+        """Start a thread that reads the double buffer as one more reader and computes the checksum of each tensor."""
+        role = self._role
+        reader = BucketReader(
+            role.double_buffer,
+            self._opened.update_number,
+            CHECKSUM_READER,
+            role.num_writers,
+            require_ranks,
+            self._deadline,
+        )
+        device = accelerator()
+        checksums = Checksums(choose_algorithm(), device)
+
+        def compute_checksums() -> list[int]:
+            try:
+                with as_current(device):
+                    for _, tensor in reader.tensors():
+                        checksums.add(tensor)
+                        del tensor
+                    return checksums.values()
+            except Exception as error:
+                role.fail(self._opened.update_number, f"the checksums could not be computed: {error}")
+                raise
+
+        pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-checksums")
+        try:
+            return pool.submit(compute_checksums)
+        finally:
+            pool.shutdown(wait=False)
+
+
+def _checksums_of(future: Future[list[int]], timeout_s: float) -> list[int]:
+    try:
+        return future.result(timeout_s)
+    except VerlServerError:
+        raise
+    except Exception as error:
+        raise VerlServerError(f"the checksums could not be computed: {type(error).__name__}: {error}") from error
+
+
+# -- Streamed ---------------------------------------------------------------------------------------
 
 
 class StreamedUpdater(WeightUpdater):

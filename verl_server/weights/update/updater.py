@@ -17,11 +17,15 @@ from verl_server.ranks.shared_meshes import SharedMeshes
 from verl_server.types import Json, TensorSpec, WeightUpdateResult
 from verl_server.weights.lora import check_lora_adapter, missing_fused_parts
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.update.contributions import contribution_of, require_same_shards
-from verl_server.weights.update.request import UpdateOptions
-from verl_server.weights.update.servers import UpdatableServers
-from verl_server.weights.update.shard_writer import ShardWriter, meshes_of
-from verl_server.weights.update.tensor_source import NamedTensors, read_dense_tensors
+from verl_server.weights.update.options import UpdatableServers, UpdateOptions
+from verl_server.weights.update.source import (
+    NamedTensors,
+    ShardWriter,
+    contribution_of,
+    meshes_of,
+    read_dense_tensors,
+    require_same_shards,
+)
 
 if TYPE_CHECKING:
     import torch

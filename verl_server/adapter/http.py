@@ -1,0 +1,418 @@
+"""The HTTP client of one server: requests with deadlines, retries, and notice of a dead server.
+
+Both adapters send all their requests through it. Proxy variables are ignored, as loopback traffic needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from verl_server.adapter.json_body import encode_json
+from verl_server.adapter.sglang.replies import (
+    PING,
+    Endpoint,
+    OperationKind,
+    decode_reply,
+    error_from_reply,
+    key_error,
+    parse_event,
+    parse_json_or_text,
+)
+from verl_server.config import Timeouts
+from verl_server.errors import DeadlineError, ServerDiedError, ServerError, VerlServerError
+from verl_server.server.launch import join_host_port, open_socket
+from verl_server.server.process import raise_open_file_limit
+from verl_server.server.process_header import PROCESS_HEADER
+from verl_server.tracing import trace_headers
+from verl_server.validation import require_key
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that an idle connection is kept. SGLang's uvicorn closes idle connections after 5 s; ours are closed earlier,
+#: because a request could otherwise be sent into a closing connection.
+KEEP_ALIVE_S = 2.0
+#: Seconds for which the address of a host name is not looked up again.
+LOOKUP_S = 10.0
+#: Seconds before a retry, multiplied by the number of the attempt.
+RETRY_PAUSE_S = 0.1
+#: Seconds to wait, after a connection broke, for the news that the server's process has ended.
+DEATH_NOTICE_S = 2.0
+#: What to do about an address that leads to several servers.
+ONE_SERVER = "a weight update would reach one of them only. Pass the address of each as a server of its own"
+#: Bytes of one read. Replies with log probabilities are large.
+READ_BUFFER_BYTES = 2**20
+
+
+class HttpClient:
+    """HTTP connections to `base_url`, one connection pool for each event loop that sends requests.
+
+    `is_supervised`: `fail` is called when the server's process ends. A call whose connection broke then waits for a
+    moment, so that it raises how the server ended.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None,
+        admin_api_key: str | None,
+        timeouts: Timeouts,
+        max_retries: int,
+        is_supervised: bool,
+    ) -> None:
+        self.base_url = base_url
+        self._headers = _headers("api_key", api_key)
+        self._admin_headers = _headers("admin_api_key", admin_api_key) if admin_api_key else self._headers
+        self._has_key, self._has_admin_key = bool(api_key), bool(admin_api_key)
+        self._deadlines = {
+            kind: aiohttp.ClientTimeout(total=total, sock_connect=timeouts.connect_s)
+            for kind, total in (
+                (OperationKind.CONTROL, timeouts.control_s),
+                (OperationKind.WEIGHTS, timeouts.weights_s),
+                (OperationKind.GENERATION, timeouts.generation_s),
+            )
+        }
+        self._max_retries = max_retries
+        self._is_supervised = is_supervised
+        self._failure: VerlServerError | None = None
+        """The error of `fail`. Every later call raises a copy: a raised error refers to the frames of its callers."""
+        self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
+        self.address: str | None = None
+        """The numeric address of the host name to which all connections go. None: it is chosen at the next one."""
+        self.on_restart: Callable[[], bool] | None = None
+        """Called when another server process answers than before. Returns whether the server has lost what the caller
+        relies on: the reply is then not used, and the call raises ServerError. None: any process may answer."""
+        self._processes: list[str] = []
+        """Ids of the server processes that have answered, in the order of their first replies. Without `on_restart`: of
+        the process that has answered last."""
+        raise_open_file_limit()
+
+    async def call(self, endpoint: Endpoint, payload: Any = None) -> Any:
+        """Send one request and return the decoded reply (JSON, or text where there is no JSON).
+
+        Raises the error of `error_from_reply`, ServerDiedError, or DeadlineError.
+        """
+        attempts = 1 + (self._max_retries if endpoint.retryable else 0)
+        for attempt in range(1, attempts + 1):
+            try:
+                return await self._send(endpoint, payload)
+            except (aiohttp.ClientError, ConnectionError) as error:
+                cause = await self._explain_broken_connection(endpoint, error)
+                if attempt == attempts or isinstance(cause, ServerDiedError) or self._failure:
+                    raise cause from error
+                logger.debug("%s: %s; retrying the request", endpoint.path, error)
+                await asyncio.sleep(RETRY_PAUSE_S * attempt)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _send(self, endpoint: Endpoint, payload: Any) -> Any:
+        async with self._request(endpoint, payload) as response:
+            raw = await response.read()
+        if response.status >= 400:
+            raise self._error(endpoint, response.status, raw)
+        return decode_reply(raw, response.content_type, endpoint, self.base_url + endpoint.path)
+
+    async def stream(self, endpoint: Endpoint, payload: Any) -> AsyncIterator[dict[str, Any]]:
+        """Send one request and yield the events of its stream. Closing the iterator closes the connection.
+
+        SGLang aborts the request when its connection closes.
+        """
+        url = self.base_url + endpoint.path
+        try:
+            async with self._request(endpoint, payload) as response:
+                if response.status >= 400:
+                    raise self._error(endpoint, response.status, await response.read())
+                async for data in read_events(response.content):
+                    yield parse_event(data, url)
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise await self._explain_broken_connection(endpoint, error) from error
+
+    def _error(self, endpoint: Endpoint, status: int, raw: bytes) -> VerlServerError:
+        """The error for a reply whose HTTP status is not a success."""
+        if status == 401:
+            has_key = self._has_admin_key if endpoint.needs_admin_key else self._has_key
+            return key_error(self.base_url, endpoint, has_key)
+        url, body = self.base_url + endpoint.path, parse_json_or_text(raw)
+        return error_from_reply(status, url, body, endpoint.is_optional)
+
+    def _request(self, endpoint: Endpoint, payload: Any) -> _Request:
+        self.require_usable()
+        return _Request(self, endpoint, payload, self._deadlines[endpoint.kind])
+
+    async def _explain_broken_connection(self, endpoint: Endpoint, error: Exception) -> VerlServerError:
+        """The cause of a broken connection: the error of `fail`, the death of the server, or the network."""
+        pool = self._pools.get(asyncio.get_running_loop())
+        if self._failure is None and self._is_supervised and pool is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(pool.failed.wait(), DEATH_NOTICE_S)
+        if self._failure is not None:
+            return copy.copy(self._failure)
+        url = self.base_url + endpoint.path
+        if isinstance(error, aiohttp.ClientConnectorError):
+            self.address = None
+            return ServerError(
+                f"nothing answers at {self.base_url} ({error.strerror or error}): check that the server runs, and that "
+                "this is its host and port",
+                url=url,
+            )
+        return ServerError(f"the connection to {url} broke ({type(error).__name__}: {error})", url=url)
+
+    def open_request(self, pool: _Pool, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> Any:
+        """aiohttp's context manager for one request."""
+        return pool.session.request(
+            endpoint.method,
+            self.base_url + endpoint.path,
+            data=None if payload is None else encode_json(payload),
+            headers=(self._admin_headers if endpoint.needs_admin_key else self._headers) | trace_headers(),
+            timeout=timeout,
+        )
+
+    def require_usable(self) -> None:
+        """Raise the error of `fail` if that was called before."""
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+
+    @property
+    def process(self) -> str | None:
+        """Id of the server process that has answered last. None if no reply has named its process."""
+        return self._processes[-1] if self._processes else None
+
+    def require_same_process(self, process: str | None) -> None:
+        """Raise ServerError for a reply that comes from another server process than the replies before.
+
+        `process`: the reply's `PROCESS_HEADER`. None if the server, or a proxy in front of it, sends none.
+        """
+        known, url = self._processes, self.base_url
+        if process is None:
+            return
+        if self.on_restart is None:
+            known[:] = [process]
+        elif process not in known:
+            known.append(process)
+            if len(known) > 1 and self.on_restart():
+                raise ServerError(
+                    f"another server process answers at {url} than before: the server was started again, and has the "
+                    "weights of its checkpoint",
+                    url=url,
+                )
+        if process != known[-1]:  # also a late reply of a server that another one has replaced
+            raise ServerError(f"several servers answer at {url} in turns: {ONE_SERVER}", url=url)
+
+    async def choose_address(self, found: list[aiohttp.abc.ResolveResult]) -> aiohttp.abc.ResolveResult:
+        """The one of the addresses of the host name to which all connections go.
+
+        Where there are several, the same one as before, or the first at which the server is found: one server may have
+        many (IPv4 and IPv6, a tunnel), and a headless service of Kubernetes has one for each server. Raises ServerError
+        if different processes answer, and the error of a connection if there is none.
+        """
+        chosen = next((each for each in found if each["host"] == self.address), None)
+        if chosen is None and len(found) > 1:
+            answers = await asyncio.gather(*map(self._ask_process, found), return_exceptions=True)
+            reached = [(at, each) for at, each in zip(found, answers, strict=True) if isinstance(each, tuple)]
+            if not reached and isinstance(answers[0], BaseException):
+                raise answers[0]
+            hosts, processes = ", ".join(at["host"] for at, _ in reached), {process for _, (_, process) in reached}
+            if len(processes - {""}) > 1:
+                raise ServerError(f"{self.base_url} has the addresses {hosts} of different servers: {ONE_SERVER}")
+            chosen = min(reached, key=lambda each: each[1][0])[0]
+            if "" in processes and len(reached) > 1:
+                logger.warning("%s has the addresses %s: only %s is used", self.base_url, hosts, chosen["host"])
+        chosen = chosen or found[0]
+        self.address = chosen["host"]
+        return chosen
+
+    async def _ask_process(self, address: aiohttp.abc.ResolveResult) -> tuple[int, str]:
+        """The server process at an address: a rank, which is lower the surer it is our server, and the id or ""."""
+        parts, host = urlsplit(self.base_url), join_host_port(address["host"], address["port"])
+        url, headers = parts._replace(netloc=host).geturl() + PING.path, {**self._headers, "Host": parts.netloc}
+        connect_s = self._deadlines[OperationKind.CONTROL].sock_connect or 0.0
+        timeout = aiohttp.ClientTimeout(total=2 * connect_s, sock_connect=connect_s, sock_read=connect_s)
+        try:
+            async with (
+                aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
+                session.get(url, headers=headers, server_hostname=parts.hostname, allow_redirects=False) as reply,
+            ):
+                process = reply.headers.get(PROCESS_HEADER, "")
+                return 0 if process else 3 if reply.status == 404 else 1, process  # 404: another service
+        except aiohttp.SocketTimeoutError:
+            return 2, ""  # connected: a server that is busy
+
+    def pool(self) -> _Pool:
+        """The connection pool of the running event loop."""
+        loop = asyncio.get_running_loop()
+        pool = self._pools.get(loop)
+        if pool is None or pool.session.closed:
+            self._remove_closed_loops()
+            connector = aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=KEEP_ALIVE_S,
+                socket_factory=open_socket,
+                resolver=_PinningResolver(self),
+                ttl_dns_cache=0,  # the resolver knows when its choice holds
+            )
+            session = aiohttp.ClientSession(connector=connector, trust_env=False, read_bufsize=READ_BUFFER_BYTES)
+            pool = self._pools[loop] = _Pool(session)
+        return pool
+
+    def fail(self, error: VerlServerError) -> None:
+        """Make every call in flight and every later call raise `error`. May be called from any thread."""
+        self._failure = self._failure or error
+        self._remove_closed_loops()
+        for loop, pool in list(self._pools.items()):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(pool.fail)
+
+    def _remove_closed_loops(self) -> None:
+        """Close the pools of event loops that have been closed, for example at the end of `asyncio.run`."""
+        for loop in [known for known in self._pools if known.is_closed()]:
+            pool = self._pools.pop(loop, None)
+            if pool is not None and pool.session.connector is not None:
+                close_without_loop(pool.session.connector)
+
+    async def aclose(self) -> None:
+        """Close the connection pool of the running event loop."""
+        pool = self._pools.pop(asyncio.get_running_loop(), None)
+        if pool is not None:
+            pool.close_responses()
+            await pool.session.close()
+
+
+class _PinningResolver(aiohttp.ThreadedResolver):
+    """Leads all connections of a client to one address of the host name: another server may answer at the others."""
+
+    def __init__(self, client: HttpClient) -> None:
+        super().__init__()
+        self._client = client
+        self._chosen: dict[tuple[str, int], tuple[float, aiohttp.abc.ResolveResult]] = {}
+        """By host name and port: until when a choice holds, and the choice. One that has failed holds no longer."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[aiohttp.abc.ResolveResult]:
+        until, chosen = self._chosen.get((host, port), (0.0, None))
+        if chosen is None or time.monotonic() > until or chosen["host"] != self._client.address:
+            chosen = await self._client.choose_address(await super().resolve(host, port, family))
+            self._chosen[host, port] = time.monotonic() + LOOKUP_S, chosen
+        return [chosen]
+
+
+class _Pool:
+    """The connections of one event loop."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+        self.responses: set[aiohttp.ClientResponse] = set()
+        """Responses whose bodies are read now."""
+        self.failed = asyncio.Event()
+        """Set when `HttpClient.fail` was called."""
+
+    def fail(self) -> None:
+        """Close all connections at once. Calls in flight then raise a connection error.
+
+        Closing the connector alone wakes only the calls that wait for a response to begin. A call that reads a body is
+        woken by closing its response.
+        """
+        self.failed.set()
+        self.close_responses()
+        if self.session.connector is not None:
+            task = asyncio.ensure_future(self.session.connector.close())
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def close_responses(self) -> None:
+        """End the calls that read a body. Closing the session ends only the calls that wait for an answer."""
+        for response in list(self.responses):
+            response.close()
+
+
+class _Request:
+    """Context manager of one request, which raises DeadlineError when the request takes too long."""
+
+    def __init__(self, http: HttpClient, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> None:
+        self._http, self._endpoint, self._timeout = http, endpoint, timeout
+        self._pool = http.pool()
+        self._context = http.open_request(self._pool, endpoint, payload, timeout)
+        self._response: aiohttp.ClientResponse | None = None
+        self._url = http.base_url + endpoint.path
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            response: aiohttp.ClientResponse = await self._context.__aenter__()
+        except aiohttp.ConnectionTimeoutError as error:
+            self._http.address = None
+            raise self._connect_error() from error
+        except TimeoutError as error:
+            raise self._deadline_error() from error
+        self._response = response
+        try:
+            self._pool.responses.add(response)
+            self._http.require_usable()
+            self._http.require_same_process(response.headers.get(PROCESS_HEADER))
+        except VerlServerError as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return response
+
+    async def __aexit__(self, error_type: Any, error: Any, traceback: Any) -> None:
+        assert self._response is not None
+        self._pool.responses.discard(self._response)
+        await self._context.__aexit__(error_type, error, traceback)
+        if isinstance(error, TimeoutError) and not isinstance(error, VerlServerError):
+            raise self._deadline_error() from error
+
+    def _connect_error(self) -> DeadlineError:
+        seconds = self._timeout.sock_connect
+        return DeadlineError(
+            f"nothing answers at {self._http.base_url}: there was no connection after {seconds:g} s. Check that the "
+            "machine can be reached, and that this is its host and port",
+            operation=self._endpoint.path,
+            seconds=seconds,
+            url=self._url,
+        )
+
+    def _deadline_error(self) -> DeadlineError:
+        seconds = self._timeout.total or self._timeout.sock_connect
+        return DeadlineError(
+            f"{self._url} did not answer within {seconds:g} s: the server has stalled, its machine cannot be reached, "
+            f"or the {self._endpoint.kind.value} deadline in `timeouts` is too short for this model.",
+            operation=self._endpoint.path,
+            seconds=seconds,
+            url=self._url,
+        )
+
+
+def close_without_loop(connector: aiohttp.BaseConnector) -> None:
+    """Close the connections of an event loop that has been closed."""
+    closing = connector.close().__await__()
+    with suppress(StopIteration):
+        next(closing)  # runs without an event loop, because nothing has to be awaited
+    closing.close()
+
+
+async def read_events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of server-sent events of any length. (aiohttp's own line reader is limited to 128 KiB.)"""
+    partial = b""
+    async for chunk in content.iter_any():
+        *complete, partial = (partial + chunk).split(b"\n\n")
+        for event in complete:
+            data = event.removeprefix(b"data: ")
+            if data == b"[DONE]":
+                return
+            yield data
+    if partial.strip():  # no event ends here: this is no stream of events
+        yield partial
+
+
+def _headers(name: str, key: str | None) -> dict[str, str]:
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {require_key(name, key)}"
+    return headers

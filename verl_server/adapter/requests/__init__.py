@@ -1,1 +1,0 @@
-"""The requests to one server. Their functions become methods of `AsyncHttpServerEngineAdapter`."""

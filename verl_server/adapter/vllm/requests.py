@@ -1,0 +1,386 @@
+"""Bodies of requests to vLLM. Wrong values are refused here, before they are sent."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_server.config import MemoryTag, PauseMode
+from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.types import Json
+from verl_server.validation import did_you_mean, is_bool, is_finite_number, is_list, is_whole_number, to_plain
+
+if TYPE_CHECKING:
+    import torch
+
+
+# -- Request fields ---------------------------------------------------------------------------------
+# Fields of generation requests: SGLang's names, which users of this library know, and vLLM's names.
+#
+# vLLM ignores fields that it does not know, also in `sampling_params`: a misspelled field would have no effect.
+# Therefore every field that is not in these tables is refused.
+
+#: `max_new_tokens` of SGLang for a request without it. vLLM would generate to the end of the context.
+DEFAULT_MAX_NEW_TOKENS = 128
+#: vLLM raises lower temperatures above 0 to this value (`vllm/sampling_params.py`).
+MIN_TEMPERATURE = 0.01
+#: Request fields that have no meaning for vLLM and change no token: SGLang uses them for caches and logs.
+IGNORED_FIELDS = ("session_id", "conversation_id", "routing_key", "log_metrics", "no_logs", "return_text_in_logprobs")
+#: Request fields beside prompt, id and sampling parameters.
+REQUEST_FIELDS = frozenset({
+    "return_logprob", "top_logprobs_num", "logprob_start_len", "cache_salt", "priority", "extra_key", "lora_path",
+    *IGNORED_FIELDS,
+})  # fmt: skip
+#: SGLang's sampling parameters and vLLM's names of the same parameters.
+_SAMPLING_NAMES: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed",
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "stop": "stop",
+    "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "n": "n", "logit_bias": "logit_bias",
+    "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty", "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens", "stream_interval": "stream_interval",
+}  # fmt: skip
+#: Constraints of SGLang's output grammar, and vLLM's names in `structured_outputs`.
+_GRAMMARS: Mapping[str, str] = {
+    "json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag",
+}  # fmt: skip
+#: vLLM's own names, which a user of vLLM may try.
+_VLLM_NAMES = {
+    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed",
+    "logprobs": "return_logprob=True (with top_logprobs_num=...) of the request",
+    "structured_outputs": "json_schema, regex or ebnf", "guided_json": "json_schema",
+}  # fmt: skip
+
+
+def to_sampling_params(params: Any) -> Json:
+    """vLLM's `sampling_params` for SGLang's. Parameters of None are left out. Raises BadInputError.
+
+    `max_new_tokens` of None means no limit, as in SGLang; without the parameter the limit is SGLang's default.
+    """
+    if params is None:
+        params = {}
+    if not isinstance(params, Mapping):
+        raise BadInputError(f"sampling_params must be a dict, got {type(params).__name__}")
+    sent: Json = {"max_tokens": DEFAULT_MAX_NEW_TOKENS}
+    grammars: Json = {}
+    for name, value in params.items():
+        if name == "max_new_tokens" and value is None:
+            del sent["max_tokens"]
+        if name not in _SAMPLING_NAMES and name not in _GRAMMARS:
+            raise _unknown_parameter(name)
+        if value is None:
+            continue
+        if name in _GRAMMARS:
+            grammars[_GRAMMARS[name]] = value
+        else:
+            sent[_SAMPLING_NAMES[name]] = _checked(name, value)
+    if len(grammars) > 1:
+        raise BadInputError(f"sampling_params has several grammars, {sorted(grammars)}; pass one")
+    if grammars:
+        sent["structured_outputs"] = grammars
+    return sent
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value as JSON has it. Raises BadInputError for a wrong type; vLLM checks the ranges."""
+    for names, expected, accepts in _KINDS:
+        if name in names and not accepts(value):
+            raise BadInputError(f"sampling_params[{name!r}] must be {expected}, got {value!r:.200}")
+    if name == "temperature" and 0 < value < MIN_TEMPERATURE:
+        raise BadInputError(
+            f"sampling_params['temperature'] must be 0 or at least {MIN_TEMPERATURE} with vLLM, which would replace "
+            f"{value!r} by {MIN_TEMPERATURE}"
+        )
+    if name == "stop_token_ids":
+        return sorted({int(token_id) for token_id in value})
+    if name == "logit_bias":
+        return {str(token_id): float(bias) for token_id, bias in value.items()}
+    return to_plain(value)
+
+
+def _are_token_ids(value: Any) -> bool:
+    is_collection = is_list(value) or isinstance(value, (set, frozenset))
+    return is_collection and all(is_whole_number(item) and item >= 0 for item in value)
+
+
+def _is_logit_bias(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(is_finite_number(bias) for bias in value.values())
+
+
+#: Parameters, the description of their values, and the function that accepts these values.
+_KINDS: Sequence[tuple[frozenset[str], str, Callable[[Any], bool]]] = (
+    (
+        frozenset({"max_new_tokens", "min_new_tokens", "n", "top_k", "sampling_seed", "stream_interval"}),
+        "a whole number",
+        is_whole_number,
+    ),
+    (
+        frozenset({
+            "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+        }),
+        "a finite number",
+        is_finite_number,
+    ),
+    (frozenset({"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"}), "True or False", is_bool),
+    (frozenset({"stop_token_ids"}), "a list of token ids", _are_token_ids),
+    (frozenset({"logit_bias"}), "a dict of finite numbers by token id", _is_logit_bias),
+)  # fmt: skip
+
+
+def _unknown_parameter(name: Any) -> BadInputError:
+    if name in _VLLM_NAMES:
+        return BadInputError(f"sampling parameter {name!r} is called {_VLLM_NAMES[name]} here")
+    if name in REQUEST_FIELDS:
+        return BadInputError(f"{name!r} is no sampling parameter but a field of the request")
+    similar = did_you_mean(str(name), [*_SAMPLING_NAMES, *_GRAMMARS])
+    return BadInputError(f"there is no sampling parameter {name!r} for vLLM{similar}; vLLM would ignore it silently")
+
+
+def require_known_fields(names: Any) -> None:
+    """Raise BadInputError for a request field that vLLM does not have."""
+    for name in names:
+        if name in REQUEST_FIELDS:
+            continue
+        if name in _SAMPLING_NAMES or name in _GRAMMARS:
+            raise BadInputError(f"{name!r} is a sampling parameter: pass it as sampling_params={{{name!r}: ...}}")
+        similar = did_you_mean(str(name), REQUEST_FIELDS)
+        raise BadInputError(f"there is no request field {name!r} for vLLM{similar}; vLLM would ignore it silently")
+
+
+# -- Payloads ---------------------------------------------------------------------------------------
+
+RETURNED_ID_PREFIX = "generate-tokens-"
+"""vLLM puts this before the id of a generation, and aborts generations by this longer id only."""
+MAX_LOGPROBS = 20
+"""Maximum of `top_logprobs_num`. Servers of this library accept one more (`vllm_server/start.py`)."""
+#: Pause modes of this library (SGLang's) and vLLM's: requests are held and computed again, held with their KV cache, or
+#: ended.
+_PAUSE_QUERIES = {
+    PauseMode.RETRACT: "mode=keep&clear_cache=true",
+    PauseMode.IN_PLACE: "mode=keep&clear_cache=false",
+    PauseMode.ABORT: "mode=abort&clear_cache=true",
+}
+
+
+def generate_payload(
+    input_ids: Sequence[int],
+    sampling_params: Mapping[str, Any] | None = None,
+    *,
+    rid: str | None = None,
+    **fields: Any,
+) -> Json:
+    """The body of `/inference/v1/generate` for a request with SGLang's field names. One prompt in each request.
+
+    Without a `rid` the request gets a random id: vLLM runs two requests with the same id, and an abort ends both.
+    Raises BadInputError, also for fields that vLLM would ignore.
+    """
+    require_known_fields(name for name, value in fields.items() if value is not None)
+    _require_prompt(input_ids)
+    if rid is not None and not (isinstance(rid, str) and rid):
+        raise BadInputError(f"rid must be a non-empty string, got {rid!r}")
+    params = to_sampling_params(sampling_params)
+    if (count := _num_logprobs(fields)) is not None:
+        _require_no_truncation(params)
+        params["logprobs"] = count
+    body: Json = {
+        "token_ids": [int(token_id) for token_id in input_ids],
+        "request_id": rid or uuid.uuid4().hex,
+        "sampling_params": params,
+    }
+    if fields.get("logprob_start_len") not in (None, -1):
+        raise BadInputError("logprob_start_len must be -1: log probabilities of prompts are not supported with vLLM")
+    if (lora := fields.get("lora_path")) is not None:
+        if not (isinstance(lora, str) and lora):
+            raise BadInputError(f"lora_path must be the name of a loaded LoRA adapter, got {lora!r}")
+        body["model"] = lora
+    if (salt := _salt(fields)) is not None:
+        body["cache_salt"] = salt
+    if fields.get("priority") is not None:
+        if not is_whole_number(fields["priority"]):
+            raise BadInputError(f"priority must be a whole number, got {fields['priority']!r}")
+        body["priority"] = int(fields["priority"])
+    return body
+
+
+def _require_prompt(input_ids: Any) -> None:
+    if not is_list(input_ids):
+        raise BadInputError(f"input_ids must be a list of token ids, got {type(input_ids).__name__}")
+    if not input_ids:
+        raise BadInputError("input_ids is empty: a prompt needs at least one token")
+    for value in input_ids:
+        if is_list(value):
+            raise BadInputError("a request to vLLM has one prompt: make one request for each prompt")
+        if not is_whole_number(value) or value < 0:
+            raise BadInputError(f"input_ids must hold token ids, which are whole numbers from 0, got {value!r}")
+
+
+def _require_no_truncation(params: Mapping[str, Any]) -> None:
+    """Raise BadInputError for log probabilities of truncated sampling.
+
+    SGLang returns those of the whole distribution behind temperature. vLLM can return them before temperature, or
+    behind all of temperature, `top_p`, `top_k` and `min_p`: a trainer would compute wrong importance ratios from both.
+    """
+    if params.get("temperature", 1.0) == 0:
+        return  # greedy: nothing is truncated
+    is_truncating = {
+        "top_p": params.get("top_p", 1.0) < 1, "top_k": params.get("top_k", -1) > 0, "min_p": params.get("min_p", 0) > 0
+    }  # fmt: skip
+    if names := [name for name, truncates in is_truncating.items() if truncates]:
+        raise BadInputError(
+            f"vLLM's log probabilities with {' and '.join(names)} are those of the truncated distribution, and not "
+            "those of the policy that a trainer computes: leave out the parameters or return_logprob"
+        )
+
+
+def _num_logprobs(fields: Mapping[str, Any]) -> int | None:
+    """vLLM's `logprobs`: None without log probabilities, 0 for those of the sampled tokens only.
+
+    vLLM counts a sampled token that is not among the most probable tokens as one of them. With one more, all of the
+    most probable tokens are in the reply.
+    """
+    wanted, top = fields.get("return_logprob"), fields.get("top_logprobs_num")
+    if wanted is not None and not is_bool(wanted):
+        raise BadInputError(f"return_logprob must be True or False, got {wanted!r}")
+    if top is not None and not (is_whole_number(top) and 0 <= top <= MAX_LOGPROBS):
+        raise BadInputError(f"top_logprobs_num must be a whole number from 0 to {MAX_LOGPROBS}, got {top!r}")
+    if not wanted:
+        if top:
+            raise BadInputError("top_logprobs_num needs return_logprob=True")
+        return None
+    return int(top) + 1 if top else 0
+
+
+def _salt(fields: Mapping[str, Any]) -> str | None:
+    """The text that separates prefixes in the cache. SGLang also calls it `extra_key`."""
+    salts = [value for name in ("cache_salt", "extra_key") if (value := fields.get(name)) not in (None, "")]
+    if not all(isinstance(salt, str) for salt in salts):
+        raise BadInputError(f"cache_salt and extra_key must be strings, got {salts!r}")
+    return "\n".join(salts) or None
+
+
+def abort_payload(rids: Collection[str]) -> Json:
+    """The body that aborts these generations, by the ids of their requests."""
+    if not rids or not all(isinstance(rid, str) and rid for rid in rids):
+        raise BadInputError("abort needs non-empty ids: vLLM would abort all requests for an empty list")
+    return {"request_ids": [RETURNED_ID_PREFIX + rid for rid in rids]}
+
+
+def pause_query(mode: str) -> str:
+    """The query of `/pause`. vLLM takes it from the URL, and its default would abort all requests."""
+    try:
+        return _PAUSE_QUERIES[PauseMode(mode)]
+    except (ValueError, KeyError):
+        raise BadInputError(
+            f"pause mode must be one of {[each.value for each in _PAUSE_QUERIES]} for one server, got {mode!r}"
+        ) from None
+
+
+def update_payload(message: Json) -> Json:
+    """The body of `/update_weights` for the message of a weight transport (`Sender.loader_message`)."""
+    missing = {"transport", "update_id", "verify"} - message.keys()
+    if missing:
+        raise BadInputError(f"the message of an update needs {sorted(missing)}")
+    return {"update_info": {"message": message}}
+
+
+def weight_version_payload(weight_version: int) -> Json:
+    """The body of `/update_weight_version`. The label is set after the reports were verified.
+
+    `/finish_weight_update` could set it too, but it does so although workers have refused the update.
+    """
+    if not is_whole_number(weight_version) or weight_version < 0:
+        raise BadInputError(f"weight_version must be a whole number of at least 0, got {weight_version!r}")
+    return {"new_version": str(weight_version)}
+
+
+def memory_payload(method: str, tags: Collection[str]) -> Json:
+    """The body of `/collective_rpc` that releases or resumes memory of a server on a CPU. `method`: see
+    `MEMORY_METHODS`."""
+    if method not in MEMORY_METHODS:
+        raise BadInputError(f"method must be one of {sorted(MEMORY_METHODS)}, got {method!r}")
+    supported = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
+    if unsupported := sorted(set(tags) - set(supported)):
+        raise UnsupportedError(f"vLLM has no memory {', '.join(unsupported)}; its memory is {', '.join(supported)}")
+    return {"method": MEMORY_METHODS[method], "args": [json.dumps(sorted(tags))]}
+
+
+#: Methods of `vllm_server/weights.py`.
+MEMORY_METHODS = {"release": "verl_server_release_memory", "resume": "verl_server_resume_memory"}
+
+
+# -- Endpoints --------------------------------------------------------------------------------------
+# vLLM's HTTP routes that this library uses, and the key that each of them needs.
+#
+# The keys are checked by our own `vllm_server/start.py`: vLLM's key would protect a few of the routes only.
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One HTTP route of the server."""
+
+    path: str
+    method: str = "POST"
+    needs_admin_key: bool = True
+    """Whether the API key does not suffice."""
+
+
+GENERATE = Endpoint("/inference/v1/generate", needs_admin_key=False)
+ABORT = Endpoint("/inference/v1/abort_requests", needs_admin_key=False)
+#: Development route: an empty body aborts the requests of all routes.
+ABORT_ALL = Endpoint("/abort_requests")
+TOKENIZE = Endpoint("/tokenize")
+MODELS = Endpoint("/v1/models", method="GET", needs_admin_key=False)
+LOAD_LORA = Endpoint("/v1/load_lora_adapter")
+UNLOAD_LORA = Endpoint("/v1/unload_lora_adapter")
+PAUSE = Endpoint("/pause")
+RESUME = Endpoint("/resume")
+IS_PAUSED = Endpoint("/is_paused", method="GET")
+START_UPDATE = Endpoint("/start_weight_update")
+UPDATE_WEIGHTS = Endpoint("/update_weights")
+FINISH_UPDATE = Endpoint("/finish_weight_update")
+SET_WEIGHT_VERSION = Endpoint("/update_weight_version")
+WEIGHT_INFO = Endpoint("/weight_info", method="GET")
+RESET_PREFIX_CACHE = Endpoint("/reset_prefix_cache")
+RESET_ENCODER_CACHE = Endpoint("/reset_encoder_cache")
+SERVER_INFO = Endpoint("/server_info", method="GET")
+SLEEP = Endpoint("/sleep")
+WAKE_UP = Endpoint("/wake_up")
+WORKER_CALL = Endpoint("/collective_rpc")
+VERSION = Endpoint("/version", method="GET")
+OPENAPI = Endpoint("/openapi.json", method="GET")
+#: Open routes. `/health` answers 200 as soon as the engine has loaded, and also while generation is paused.
+HEALTH = Endpoint("/health", method="GET", needs_admin_key=False)
+METRICS = Endpoint("/metrics", method="GET", needs_admin_key=False)
+
+
+# -- Lora -------------------------------------------------------------------------------------------
+# LoRA adapters of vLLM servers: the body of the request that loads one, and the sizes that vLLM knows.
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's option `--max-lora-rank`."""
+
+
+def vllm_lora_payload(name: str, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Json:
+    """The body of our route: the tensors as a safetensors file, which the server can read without pickle."""
+    from safetensors.torch import save
+
+    content = save({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()})
+    return {
+        "lora_name": name,
+        "config_dict": dict(config),
+        "safetensors": base64.b64encode(content).decode(),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def round_rank(rank: int) -> int:
+    """The smallest `--max-lora-rank` of vLLM for adapters of `rank`. Raises BadInputError above its maximum."""
+    fitting = next((each for each in RANKS if each >= rank), None)
+    if fitting is None:
+        raise BadInputError(f"max_lora_rank={rank} is above vLLM's maximum of {RANKS[-1]}", argument="max_lora_rank")
+    return fitting

@@ -1,0 +1,424 @@
+"""`Environment`: state, tools, rewards, setup and teardown of one sample in one class."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import itertools
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Annotated, Any, ClassVar, TypeVar, overload
+
+from pydantic import Field
+
+from verl_server.agent.episodes.episode import Episode
+from verl_server.agent.limits import Phase, measure
+from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, plain_attributes, read_identity
+from verl_server.agent.samples import Sample, Task, Turn
+from verl_server.agent.tools.tool import ToolCall, options_of
+from verl_server.agent.user_code import as_exception, call_user_function, call_within, wait_despite_cancellation
+from verl_server.config import Positive
+from verl_server.errors import BadInputError
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.template_check.reference import ARGUMENTS, NAME, sample_call_turn
+from verl_server.types import Json
+from verl_server.validation import (
+    check_fields,
+    is_list,
+    require_seconds,
+    require_whole_number,
+)
+
+logger = logging.getLogger(__name__)
+
+
+# -- Rewards ----------------------------------------------------------------------------------------
+# Reward functions of users: a function of a runner, and methods of an environment with the decorator `reward`.
+
+RewardFn = Callable[[Sample], float | Awaitable[float]]
+"""Computes a reward of a finished sample, a finite number. A function that is not a coroutine function runs in a
+thread."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+OPTIONS_ATTRIBUTE = "__verl_server_reward__"
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """The options of a reward, see `reward`."""
+
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    timeout_s: Positive = DEFAULT_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function, bound to the environment of its sample."""
+
+    name: str
+    function: RewardFn
+    options: RewardOptions
+
+
+@overload
+def reward(function: Function) -> Function: ...
+
+
+@overload
+def reward(*, weight: float = 1.0, timeout_s: float = DEFAULT_TIMEOUT_S) -> Callable[[Function], Function]: ...
+
+
+def reward(
+    function: Callable[..., Any] | None = None, *, weight: float = 1.0, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Any:
+    """Decorator, with or without options, for a method `(self, sample)` of an `Environment` that computes a reward, and
+    for the function `reward=` of a runner.
+
+    The reward of a sample is the sum of the results, each times its `weight`. With the weight 0 the result is a metric.
+    All results are in `Sample.rewards`. `timeout_s`: maximum seconds; after that the sample fails. Raises BadInputError
+    for an option of a wrong type or value.
+    """
+    if function is not None and not callable(function):
+        raise BadInputError(f"reward is a decorator of a method, got {function!r:.80}; write @reward or @reward(...)")
+    options = RewardOptions(weight, timeout_s)
+
+    def decorate(decorated: Function) -> Function:
+        setattr(decorated, OPTIONS_ATTRIBUTE, options)
+        return decorated
+
+    return decorate if function is None else decorate(function)
+
+
+def reward_of(function: object) -> RewardOptions | None:
+    """The options of a function with the decorator `reward`. None for any other object."""
+    options = getattr(function, OPTIONS_ATTRIBUTE, None)
+    return options if isinstance(options, RewardOptions) else None
+
+
+async def compute_rewards(rewards: Sequence[Reward], sample: Sample) -> dict[str, float]:
+    """The result of each reward by its name. Raises the first exception, and BadInputError for a result that is no
+    finite number, and DeadlineError. The rewards are computed one after the other.
+    """
+    return {item.name: await _compute(item, sample) for item in rewards}
+
+
+def total_reward(options: Mapping[str, RewardOptions], values: Mapping[str, float]) -> float | None:
+    """The weighted sum of the results `values` by name. None if all of them are metrics."""
+    if not any(item.weight for item in options.values()):
+        return None
+    return sum(options[name].weight * value for name, value in values.items())
+
+
+async def _compute(item: Reward, sample: Sample) -> float:
+    call = call_user_function(item.function, sample)
+    value = await call_within(call, item.options.timeout_s, f"the reward {item.name!r}")
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(value, (str, bytes)) and math.isfinite(number := float(value)):
+            return number
+    raise BadInputError(f"the reward function {item.name!r} must return a finite number, got {value!r:.80}")
+
+
+# -- Decorators -------------------------------------------------------------------------------------
+# The methods of an environment with the decorators `tool` and `reward`.
+
+Options = TypeVar("Options")
+
+
+def tools_of(environment: object) -> list[Callable[..., Any]]:
+    """The tools of an environment: its methods with the decorator `tool`, in the order of their definition."""
+    return [getattr(environment, name) for name in _decorated_methods(type(environment), options_of)]
+
+
+def rewards_of(owner: object) -> list[Reward]:
+    """The rewards of an environment: its methods with the decorator `reward`, in the order of their definition."""
+    return [Reward(name, getattr(owner, name), options) for name, options in reward_options_of(type(owner)).items()]
+
+
+def reward_options_of(kind: type) -> dict[str, RewardOptions]:
+    """The options of the rewards of a class by their names."""
+    return _decorated_methods(kind, reward_of)
+
+
+def _decorated_methods(kind: type, read_options: Callable[[object], Options | None]) -> dict[str, Options]:
+    """The options of the methods of a class that have a decorator. A method without it replaces that of a base."""
+    found: dict[str, Options] = {}
+    for base in reversed(kind.__mro__):
+        for name, value in vars(base).items():
+            found.pop(name, None)
+            if (options := read_options(value)) is not None:
+                found[name] = options
+    return found
+
+
+# -- Template calls ---------------------------------------------------------------------------------
+# Whether `ToolAgentLoop` finds the tool calls that a model writes, according to the chat template of the model.
+
+CURE = (
+    "Pass the renderer of the model family, get_renderer(tokenizer, family=...), or define parse_tool_calls in a "
+    "subclass of ToolAgentLoop"
+)
+"""What to do if the calls are not found."""
+
+
+def find_unread_call(renderer: ChatRenderer) -> str | None:
+    """Why the calls that the chat template writes are not found, in one sentence. Empty if they are found.
+
+    The turn is read as `ToolAgentLoop` reads the turns of a policy. None if the template does not show how a call is
+    written.
+    """
+    if (sampled := sample_call_turn(renderer)) is None:
+        return None
+    turn_ids, tools = sampled
+    parsed, decoded = renderer.parse_turn(turn_ids, (), tools), renderer.decode(turn_ids)
+    text = renderer.decode_raw(turn_ids, decoded)
+    calls = ToolAgentLoop().parse_tool_calls(
+        Turn(decoded, turn_ids, 0, "stop", None if parsed is None else parsed.tool_calls, text)
+    )
+    if calls == [ToolCall(NAME, ARGUMENTS)]:
+        return ""
+    if not calls:
+        return f"the chat template writes the call of a tool as {text!r}, in which ToolAgentLoop finds no call"
+    (call, *_) = calls
+    found = f"{call.name}({call.arguments})" if isinstance(call, ToolCall) else f"{call.content!r}"
+    return f"the chat template writes the call of a tool as {text!r}, which ToolAgentLoop reads as {found}"
+
+
+# -- Environment ------------------------------------------------------------------------------------
+
+RETRY_DELAY_S = 1.0
+"""Seconds before the next attempt at a setup or a sample. The delay doubles with each failure."""
+
+REWARD_NAMES = ("reward", "get_reward", "compute_reward", "compute_score", "reward_fn", "reward_func")
+"""Methods that compute a reward in other libraries. Without the decorator `reward` nothing would call them here."""
+
+
+class Environment(AgentLoop):
+    """State, tools, rewards, setup and teardown of one sample.
+
+    The runner makes an instance for each attempt at a sample. A subclass has methods with the decorators `tool` and
+    `reward`. `run` says how the agent acts: by default it calls tools until a turn has no call. A subclass with a
+    constructor of its own calls `super().__init__(task)`; what takes time, for example the start of a container,
+    belongs in `setup`.
+    """
+
+    setup_timeout_s: ClassVar[float] = 300.0
+    """Maximum seconds of one call of `setup`."""
+    setup_attempts: ClassVar[int] = 3
+    """Maximum number of attempts at the setup, each with a new instance. The sample fails if all of them fail."""
+    teardown_timeout_s: ClassVar[float] = 60.0
+    """Maximum seconds of `teardown`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _refuse_mistaken_methods(cls)
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(tools_of(self))
+        self.task = task
+
+    async def setup(self) -> None:
+        """Prepare the environment, for example start a container. Called before the first turn of the sample."""
+
+    async def teardown(self) -> None:
+        """Release what `setup` made. Always called, also after a `setup` that failed half-way or was cancelled.
+
+        If `teardown` is cancelled because the event loop ends, it is called a second time.
+        """
+
+    async def run(self, episode: Episode) -> None:
+        """Act until the task is done. By default as `ToolAgentLoop`, with the tools of this environment."""
+        await ToolAgentLoop().run(episode)
+
+
+def _refuse_mistaken_methods(cls: type) -> None:
+    """Raise BadInputError for a reward that the policy could call as a tool, for a tool or a reward in the place of a
+    method of `Environment` or that is no method, also of a mixin, and for a reward that nothing would call.
+    """
+    for base in cls.__mro__:
+        for name, value in vars(base).items():
+            _refuse_static_methods(f"{base.__name__}.{name}", value)
+    codes = {name: value.__code__ for name, value in vars(cls).items() if isinstance(value, FunctionType)}
+    for name, value in vars(cls).items():
+        is_tool, is_reward = options_of(value) is not None, reward_of(value) is not None
+        if is_tool and is_reward:
+            raise BadInputError(
+                f"{cls.__name__}.{name} has the decorators @tool and @reward, so the policy could call its own reward; "
+                "write two methods"
+            )
+        if (is_tool or is_reward) and hasattr(Environment, name):
+            raise BadInputError(f"{name!r} is a method of every environment, so it cannot be a tool or a reward")
+        others = (codes[other] for other in codes.keys() - {name})
+        is_used = is_tool or is_reward or any(name in _names_in(code) for code in others)
+        if name in REWARD_NAMES and name in codes and not is_used:
+            raise BadInputError(
+                f"the method {cls.__name__}.{name} would never be called; write the decorator @reward above "
+                f"`def {name}(self, sample)`"
+            )
+
+
+def _refuse_static_methods(name: str, value: object) -> None:
+    """Raise BadInputError for a tool or a reward that is no method, for example a static method: it would be lost."""
+    wrappers = []
+    while isinstance(value, (staticmethod, classmethod, property, functools.cached_property)):
+        wrappers.append(value)
+        value = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
+    found = [each for each in (*wrappers, value) if options_of(each) is not None or reward_of(each) is not None]
+    if wrappers and found:
+        other, own = type(wrappers[0]).__name__, "@reward" if reward_of(found[0]) is not None else "@tool"
+        raise BadInputError(
+            f"{name} has the decorators @{other} and {own}, but {own} is for methods of an instance; remove @{other}, "
+            "and let `self` be the first parameter"
+        )
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names of attributes and globals that a function uses, also in its inner functions."""
+    return {*code.co_names}.union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+@dataclass(frozen=True)
+class Agent:
+    """What a runner runs: an environment class, of which each sample has an instance, or one agent loop for all."""
+
+    environment: type[Environment] | None
+    loop: AgentLoop
+
+    @property
+    def reward_options(self) -> dict[str, RewardOptions]:
+        """The options of the rewards of the environment by their names."""
+        return {} if self.environment is None else reward_options_of(self.environment)
+
+    @property
+    def identity(self) -> Json:
+        """The settings of the agent, for the check of a `run_dir`. For an environment: its class attributes."""
+        kind = self.environment
+        if kind is None or kind.identity is not AgentLoop.identity:
+            return read_identity(self.loop)
+        names = {name for base in kind.__mro__ if base not in Environment.__mro__ for name in vars(base)}
+        values = {name: inspect.getattr_static(kind, name) for name in sorted(names)}
+        return plain_attributes({name: value for name, value in values.items() if name not in vars(Environment)})
+
+    def check_renderer(self, renderer: ChatRenderer) -> None:
+        """Render a conversation with the tools. Raises BadInputError if the template refuses them or drops results.
+
+        Logs a warning if the template ignores the tools: the messages of the tasks have to describe them then. Logs a
+        warning if the agent loop does not find the calls that the template writes.
+        """
+        tools = self.loop.tools
+        if not tools.names:
+            return
+        names: list[Json] = [{"role": "user", "content": f"The tools are called {', '.join(tools.names)}."}]
+        try:
+            prompt = renderer.render_prompt(names)
+        except BadInputError:  # the template wants other messages, which the tasks may have
+            return
+        if renderer.render_prompt(names, tools.schemas) == prompt:
+            logger.warning(
+                "the chat template ignores the tools %s, so the prompt does not describe them. Describe the tools in "
+                "the messages, or set tokenizer.chat_template to a template that renders `tools`",
+                tools.names,
+            )
+        if type(self.loop).run in (ToolAgentLoop.run, Environment.run):  # other agents may use results otherwise
+            renderer.render_next_turn(
+                [{"role": "tool", "name": tools.names[0], "content": "result"}], [], tools=tools.schemas
+            )
+        if _uses_default_parser(self.loop) and (problem := find_unread_call(renderer)):
+            logger.warning("%s, so no call of the tools %s is executed. %s", problem, tools.names, CURE)
+
+    @contextlib.asynccontextmanager
+    async def loop_for(self, task: Task) -> AsyncIterator[AgentLoop]:
+        """The agent loop for a sample. An environment is set up before the body and torn down after it in any case.
+
+        Each attempt at the setup has an instance of its own. Raises the exception of the last attempt.
+        """
+        if self.environment is None:
+            yield self.loop
+            return
+        with measure(Phase.SETUP):
+            environment = await _set_up(self.environment, task)
+        try:
+            yield environment
+        finally:
+            with measure(Phase.SETUP):
+                await _tear_down(environment)
+
+
+def as_agent(agent: object) -> Agent:
+    """The agent of an `Environment` class, an agent loop, the name of an agent loop, or a list of tools.
+
+    Raises BadInputError for anything else, and for an environment with a wrong deadline or number of attempts.
+    """
+    if isinstance(agent, Environment):
+        name = type(agent).__name__
+        raise BadInputError(f"each sample has an environment of its own, so pass the class {name}, not {name}(...)")
+    if not (isinstance(agent, type) and issubclass(agent, Environment)):
+        return Agent(None, ToolAgentLoop(agent) if is_list(agent) else as_agent_loop(agent))
+    require_seconds(f"{agent.__name__}.setup_timeout_s", agent.setup_timeout_s)
+    require_seconds(f"{agent.__name__}.teardown_timeout_s", agent.teardown_timeout_s)
+    require_whole_number(f"{agent.__name__}.setup_attempts", agent.setup_attempts)
+    example = agent.__new__(agent)  # for the schemas of the tools: no code of the user runs
+    AgentLoop.__init__(example, tools_of(example))
+    return Agent(agent, example)
+
+
+def _uses_default_parser(loop: AgentLoop) -> bool:
+    """Whether an agent loop reads the calls of a turn with `ToolAgentLoop.parse_tool_calls`."""
+    if isinstance(loop, ToolAgentLoop):
+        return type(loop).parse_tool_calls is ToolAgentLoop.parse_tool_calls
+    return type(loop).run is Environment.run
+
+
+async def _set_up(kind: type[Environment], task: Task) -> Environment:
+    for attempt in itertools.count(1):
+        environment = _make(kind, task)
+        try:
+            await call_within(environment.setup(), kind.setup_timeout_s, f"{kind.__name__}.setup")
+        except BaseException as error:
+            await _tear_down(environment)
+            if not isinstance(error, Exception) or attempt >= kind.setup_attempts:
+                raise
+            logger.warning("the setup of %s failed and is tried again: %r", kind.__name__, error)
+        else:
+            return environment
+        await asyncio.sleep(RETRY_DELAY_S * 2 ** (attempt - 1))
+    raise AssertionError
+
+
+def _make(kind: type[Environment], task: Task) -> Environment:
+    try:
+        environment = kind(task)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit would end the event loop
+        raise as_exception(error) from error
+    if not (hasattr(environment, "tools") and hasattr(environment, "task")):
+        name = kind.__name__
+        raise BadInputError(f"the environment {name} has no tools; call super().__init__(task) in {name}.__init__")
+    return environment
+
+
+async def _tear_down(environment: Environment) -> None:
+    """Call `teardown`, also while this task is being cancelled. A failure is logged: the sample is finished.
+
+    At the end of the event loop all tasks are cancelled, also that of the teardown. It is then called a second time.
+    """
+    name = f"{type(environment).__name__}.teardown"
+    cancelled: asyncio.CancelledError | None = None
+    for _ in range(2):
+        call = asyncio.ensure_future(call_within(environment.teardown(), type(environment).teardown_timeout_s, name))
+        cancelled = await wait_despite_cancellation(call) or cancelled
+        if not call.cancelled():
+            break
+    failure = "it was cancelled twice" if call.cancelled() else call.exception()
+    if failure is not None:
+        logger.warning("%s failed, so it may have left something behind: %s", name, failure)
+    if cancelled is not None:
+        raise cancelled

@@ -1,1 +1,0 @@
-"""Environments: the state, the rewards, the setup and the teardown of one sample."""

@@ -1,0 +1,705 @@
+"""`GroupRunner`: runs the samples of groups, as many at a time as the concurrency of the runner allows."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import itertools
+import logging
+from collections import deque
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from opentelemetry.trace import StatusCode
+
+from verl_server.agent.limits import Phase, measure, measure_sample
+from verl_server.agent.sample_runner import Outcome, SampleRunner, SampleSession
+from verl_server.agent.samples import SampleGroup, Task
+from verl_server.agent.tools.tool import count_calls
+from verl_server.agent.user_code import END_TIMEOUT_S, NotedFailures, await_to_its_end, wait_until_done
+from verl_server.errors import BadInputError
+from verl_server.tracing import span
+from verl_server.trajectory.recorder import has_recorded_nodes, session_file
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.vision import have_images
+from verl_server.validation import is_bool, is_list, require_callable
+
+logger = logging.getLogger(__name__)
+
+
+# -- Common failure ---------------------------------------------------------------------------------
+# Recognition of a failure that all samples of a run have in common, for example a mistake in the reward function.
+#
+# A failure belongs to its sample, and the other samples go on. If all samples fail in the same way, the run would end
+# without a usable sample and without an error.
+
+NUM_COMPARED_SAMPLES = 8
+"""Number of samples that must fail in the same way. All samples of a run with fewer samples."""
+
+
+class CommonFailure:
+    """Logs the exception of the compared samples of a run if all of them failed with it and no sample succeeded.
+
+    The run goes on: an untrained policy, or tasks that are sorted by length, can fail in the same way at the beginning.
+
+    The compared samples are the first sample of each of the first tasks, and the second sample of each task if the run
+    has fewer than `NUM_COMPARED_SAMPLES` tasks, and so on. The samples that finish first are not compared, because
+    failures finish first: a few prompts that are too long fail before any other sample succeeds.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._numbers: list[int] = []
+        """Numbers of the first tasks."""
+        self._are_all_tasks_known = False
+        self._failures: dict[tuple[int, int], Exception] = {}
+        """Exceptions of failed samples of the first tasks, by the number of the task and the index of the sample."""
+        self._is_decided = False
+        """Whether a sample has succeeded, or the comparison is done."""
+
+    def start(self, number: int) -> None:
+        """Note that the samples of the task with this number are started."""
+        if len(self._numbers) < NUM_COMPARED_SAMPLES and number not in self._numbers:
+            self._numbers.append(number)
+
+    def end_tasks(self) -> None:
+        """Note that there are no more tasks than those that were started."""
+        self._are_all_tasks_known = True
+        self._compare()
+
+    def record(self, number: int, index: int, exception: Exception | None) -> None:
+        """Record a finished sample. `exception`: exception of a failed sample, None for any other sample."""
+        if exception is None:
+            self._is_decided = True
+        if self._is_decided:
+            self._failures.clear()
+        elif number in self._numbers and index < NUM_COMPARED_SAMPLES and exception is not None:
+            self._failures[number, index] = exception
+            self._compare()
+
+    def _compare(self) -> None:
+        """Log the exception if all compared samples have failed with it."""
+        if not (self._are_all_tasks_known or len(self._numbers) == NUM_COMPARED_SAMPLES):
+            return
+        samples = ((number, index) for index in range(self._n) for number in self._numbers)
+        compared = list(itertools.islice(samples, NUM_COMPARED_SAMPLES))
+        if self._is_decided or not compared or not all(sample in self._failures for sample in compared):
+            return
+        self._is_decided = True
+        exceptions = [self._failures[sample] for sample in compared]
+        self._failures.clear()
+        if len({(type(exception), *_place(exception.__traceback__)) for exception in exceptions}) == 1:
+            logger.error(
+                "the first %d samples that were compared failed with the same exception at the same place, and no "
+                "other sample has succeeded yet; if the cause is a mistake in the reward, a tool or the chat template, "
+                "stop the run, correct the mistake and run again",
+                len(compared),
+                exc_info=exceptions[-1],
+            )
+
+
+def _place(trace: TracebackType | None) -> tuple[str, int]:
+    """File and line that raised an exception."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return ("", 0) if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+
+
+# -- Group runner -----------------------------------------------------------------------------------
+
+
+@dataclass
+class RunnerCounters:
+    """Counters of a runner since it was constructed."""
+
+    num_running_samples: int = 0
+    """Number of samples whose environment is set up, whose episode runs or whose rewards are computed."""
+    num_finished_samples: int = 0
+    """Number of finished samples, including failed samples."""
+    num_failed_samples: int = 0
+    """Number of finished samples with the stop reason `error`."""
+    num_turns: int = 0
+    """Number of replies of the engine, also of those that a weight update aborted."""
+    num_sampled_tokens: int = 0
+    """Number of tokens in these replies."""
+
+
+def session_ids(group: str, n: int) -> list[str]:
+    """The ids of the sessions of the samples of a group, after which their files are named."""
+    return [f"{group}-{index}" for index in range(n)]
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """A group that is started."""
+
+    number: int
+    """Number of the task, see `TaskSource`."""
+    task: Task
+    name: str
+    """Name of the group. The session of sample 3 is called `NAME-3`."""
+    run_dir: Path | None
+    """Folder of the recorded sessions. None keeps the sessions in memory."""
+    is_load_only: bool = False
+    """Whether the samples are recorded, and are only loaded."""
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """A group whose samples have finished."""
+
+    request: GroupRequest
+    group: SampleGroup
+    failure: Exception | None
+    """Exception of the first failed sample. None if at least one sample did not fail."""
+
+
+class GroupRunner:
+    """Runs groups of `n` samples for one iterator of a `RolloutRunner`.
+
+    `max_concurrency`: maximum number of episodes that run at a time. With an `Environment` or a reward, at most twice
+    as many samples are active, including those in setup, rewards and teardown. `logs_common_failure`: whether a failure
+    of all samples is logged.
+    """
+
+    def __init__(
+        self,
+        samples: SampleRunner,
+        counters: RunnerCounters,
+        n: int,
+        max_concurrency: int,
+        *,
+        logs_common_failure: bool,
+    ) -> None:
+        self.n = n
+        has_other_phases = samples.agent.environment is not None or bool(samples.rewards)
+        self.max_admitted_samples = max_concurrency * (2 if has_other_phases else 1)
+        """Maximum number of active samples: in setup, episode, rewards or teardown."""
+        self._samples, self._counters = samples, counters
+        self.on_sample: Callable[[], None] = lambda: None
+        """Called when a sample has finished or was cancelled."""
+        self._admission, self._slots = asyncio.Semaphore(self.max_admitted_samples), asyncio.Semaphore(max_concurrency)
+        self.failures = CommonFailure(n) if logs_common_failure else None
+        self.num_unfinished_samples = 0
+        """Number of samples of started groups that have not finished."""
+        self._digests = samples.input_digests()
+
+    async def run(self, request: GroupRequest) -> FinishedGroup:
+        """Run the samples of a group. Raises the exception of a sample that cannot be recorded."""
+        if self.failures is not None:
+            self.failures.start(request.number)
+        ids = session_ids(request.name, self.n)
+        if request.is_load_only and request.run_dir is not None:
+            _require_files(request.run_dir, ids)
+        inputs = {} if request.run_dir is None else self._digests.of(request.task)
+        self.num_unfinished_samples += self.n
+        running = [
+            asyncio.create_task(self._run_sample(request, index, session_id, inputs))
+            for index, session_id in enumerate(ids)
+        ]
+        for sample_task in running:
+            sample_task.add_done_callback(self._count_finished)  # also of a sample that is cancelled before it begins
+        try:
+            outcomes = await asyncio.gather(*running)
+        except BaseException:  # a sample cannot be recorded, for example: cancel the other samples of the group
+            for sample_task in running:
+                sample_task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            raise
+        exceptions = [exception for _, exception in outcomes if exception is not None]
+        group = SampleGroup(request.task, [sample for sample, _ in outcomes])
+        return FinishedGroup(request, group, exceptions[0] if len(exceptions) == self.n else None)
+
+    async def _run_sample(
+        self, request: GroupRequest, index: int, session_id: str, inputs: Mapping[str, str]
+    ) -> Outcome:
+        session = SampleSession(session_id, request.run_dir, inputs, request.is_load_only)
+        attributes: dict[str, str | int] = {"verl_server.task": request.task.id, "verl_server.sample_index": index}
+        with measure_sample() as times, count_calls() as calls, span("sample", attributes, is_root=True) as opened:
+            with measure(Phase.QUEUE):
+                await self._admission.acquire()
+            self._counters.num_running_samples += 1
+            try:
+                sample, exception = await self._samples.run(request.task.copy(), index, session, self._slots)
+            finally:
+                self._counters.num_running_samples -= 1
+                self._admission.release()
+            opened.set_attribute("verl_server.stop_reason", sample.stop_reason)
+            if exception is not None:
+                opened.record_exception(exception)
+                opened.set_status(StatusCode.ERROR)
+            if sample.reward is not None:
+                opened.set_attribute("verl_server.reward", sample.reward)
+        self._counters.num_finished_samples += 1
+        self._counters.num_failed_samples += sample.stop_reason == "error"
+        if self.failures is not None:
+            self.failures.record(request.number, index, exception)
+        return dataclasses.replace(sample, times=times, tool_counts=dict(calls)), exception
+
+    def _count_finished(self, sample_task: asyncio.Task[object]) -> None:
+        self.num_unfinished_samples -= 1
+        self.on_sample()
+
+
+def _require_files(run_dir: Path, ids: Sequence[str]) -> None:
+    """Raise BadInputError if the record of a sample is missing. `ids`: those of the sessions of the samples."""
+    for session_id in ids:
+        if not session_file(run_dir, session_id).exists():
+            raise BadInputError(
+                f"the step is recorded, but the file of its session {session_id!r} is missing in {run_dir}; pass a "
+                "later start_step, or another run_dir. Only folders of steps before start_step - max_staleness can be "
+                "removed",
+                argument="run_dir",
+            )
+
+
+# -- Run checker ------------------------------------------------------------------------------------
+# `RunChecker`: finds tasks that cannot be part of a run before their samples start.
+
+
+def session_paths(run_dir: Path, number: int, task: Task, ids: Sequence[str]) -> list[Path]:
+    """The files of sessions of a task. Raises BadInputError that names the task if an id is no file name."""
+    try:
+        return [session_file(run_dir, session_id) for session_id in ids]
+    except BadInputError as error:
+        raise BadInputError(f"tasks[{number}], {task.id!r:.250}: {error.message}", **error.details) from None
+
+
+class RunChecker:
+    """Checks the tasks of one call of `RolloutRunner.run`. `digests_of`: digests of the inputs of a task's samples."""
+
+    def __init__(self, run_dir: Path | None, n: int, digests_of: Callable[[Task], Mapping[str, str]]) -> None:
+        self._run_dir, self._n, self._digests_of = run_dir, n, digests_of
+        self._numbers: dict[str, int] = {}
+        """Number of each task by its id."""
+        self._has_warned = False
+
+    def check_all(self, tasks: Iterable[Task]) -> None:
+        """Check a list of tasks. Raises the errors of `check`."""
+        num_recorded = sum(self._check(number, task) for number, task in enumerate(tasks))
+        if num_recorded:
+            self._warn(str(num_recorded))
+
+    def check(self, number: int, task: Task) -> None:
+        """Check a task when it is read, unless `check_all` has checked it.
+
+        Raises BadInputError for an id that an earlier task has or that is no file name, and for a sample that is
+        recorded with other inputs.
+        """
+        if self._numbers.get(task.id) != number and self._check(number, task):
+            self._warn("some")
+
+    def _check(self, number: int, task: Task) -> int:
+        """Number of samples of the task that are recorded."""
+        if (earlier := self._numbers.setdefault(task.id, number)) != number:
+            raise BadInputError(
+                f"tasks {earlier} and {number} have the id {task.id!r}; task ids must be unique. For several samples "
+                "of one task, pass n to the runner; `RolloutRunner.steps` also takes tasks that repeat"
+            )
+        if self._run_dir is None:
+            return 0
+        paths = session_paths(self._run_dir, number, task, session_ids(task.id, self._n))
+        digests = self._digests_of(task)
+        return sum(has_recorded_nodes(path, digests) for path in paths)
+
+    def _warn(self, count: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s samples of this run are recorded in run_dir %s: finished samples are loaded, and the others "
+                "continue. If this is another run, for example the next training step, pass another run_dir",
+                count,
+                self._run_dir,
+            )
+
+
+# -- Group filter -----------------------------------------------------------------------------------
+# Filters that decide which groups of samples are used.
+
+GroupFilter = Callable[[SampleGroup], bool | Awaitable[bool]]
+"""Decides whether a group is used. May be a coroutine function."""
+
+
+def has_variance(group: SampleGroup) -> bool:
+    """Whether the rewards of the samples that did not fail differ. If not, their advantages in the group are 0."""
+    rewards = {sample.reward for sample in group.samples if sample.reward is not None}
+    return len(rewards) > 1
+
+
+NAMED_FILTERS: dict[str, GroupFilter] = {"has_variance": has_variance}
+
+
+def get_group_filter(value: GroupFilter | str | None, n: int, has_rewards: bool) -> GroupFilter | None:
+    """The filter of a name or a function. Raises BadInputError for another value, and for a filter that keeps nothing.
+
+    `n`: number of samples of a group. `has_rewards`: whether the samples have rewards with a weight.
+    """
+    if isinstance(value, str):
+        if value not in NAMED_FILTERS:
+            names = ", ".join(map(repr, NAMED_FILTERS))
+            raise BadInputError(f"there is no group_filter {value!r}; pass a function, or {names}")
+        if n == 1:
+            raise BadInputError(f"group_filter={value!r} keeps no group of one sample; pass n=8, for example")
+        if not has_rewards:
+            raise BadInputError(
+                f"group_filter={value!r} needs rewards; pass reward=..., or an Environment with a method @reward, "
+                "whose weight is not 0"
+            )
+        return NAMED_FILTERS[value]
+    if value is not None:
+        require_callable("group_filter", value, "write `def keep(group: SampleGroup) -> bool`")
+    return value
+
+
+async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
+    """Whether the filter keeps a group. Raises the exceptions of the filter."""
+    if group_filter is None:
+        return True
+    task_id = group.task.id
+    note = f"raised by group_filter for the group of task {task_id!r}; failed samples have the reward None"
+    with NotedFailures(note):
+        kept = group_filter(group)
+        if inspect.isawaitable(kept):
+            name = f"group_filter, called with the group of task {task_id!r},"
+            kept = await await_to_its_end(asyncio.ensure_future(kept), name)
+    return _require_bool(kept, group)
+
+
+def _require_bool(kept: object, group: SampleGroup) -> bool:
+    """What a filter has returned. An array or a tensor of one bool is a bool, too."""
+    if str(getattr(kept, "dtype", "")) in ("bool", "torch.bool") and getattr(kept, "shape", None) == ():
+        return bool(kept)
+    if not is_bool(kept):
+        raise BadInputError(
+            f"group_filter returned {kept!r:.80} for task {group.task.id!r}; it must return True, which keeps the "
+            "whole group, or False"
+        )
+    return bool(kept)
+
+
+# -- Task source ------------------------------------------------------------------------------------
+# `TaskSource`: reads tasks one at a time. The number of a task is its position in the data, from 0.
+
+Tasks = Iterable[Task] | AsyncIterable[Task]
+"""Tasks of a run. They may be endless, and are read when a sample can start."""
+FROM_ROWS = '(Task(str(number), row["messages"], row) for number, row in enumerate(rows))'
+"""Tasks from the rows of a data set, for errors."""
+
+
+NUM_READ_PER_PAUSE = 1000
+"""Number of tasks that are read before other tasks of the event loop run."""
+
+
+def require_tasks(tasks: object, renderer: ChatRenderer) -> None:
+    """Raise BadInputError for a list with an entry that is no task.
+
+    Also for a list with a task that has images, unless the renderer renders images.
+    """
+    if isinstance(tasks, Sequence):  # an iterator is checked while it is read
+        for number, task in enumerate(tasks):
+            require_task(task, number)
+            try:
+                have_images(task.messages, renderer)
+            except BadInputError as error:
+                raise BadInputError(f"tasks[{number}], {task.id!r}: {error.message}") from None
+
+
+def require_task(task: object, number: int) -> Task:
+    """`task`. Raises BadInputError if it is no task."""
+    if not isinstance(task, Task):
+        hint = (
+            "tasks are read one at a time, so pass no batches" if is_list(task) else f"for a data set, pass {FROM_ROWS}"
+        )
+        raise BadInputError(f"tasks[{number}] must be a Task, got {type(task).__name__}; {hint}")
+    return task
+
+
+class TaskSource:
+    """Reads tasks in their order, and keeps those that were read and not yet released.
+
+    `is_needed`: whether the task of a number is kept. `check`: called with every task that is read.
+    """
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        is_needed: Callable[[int], bool] = lambda number: True,
+        check: Callable[[int, Task], None] = lambda number, task: None,
+    ) -> None:
+        self._iterator: Iterator[Task] | AsyncIterator[Task]
+        self._iterator = aiter(tasks) if isinstance(tasks, AsyncIterable) else iter(tasks)
+        self._is_needed, self._check = is_needed, check
+        self._num_read, self._is_exhausted = 0, False
+        self._kept: dict[int, Task] = {}
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether other code runs while a task is being read."""
+        return isinstance(self._iterator, AsyncIterator)
+
+    async def get(self, number: int) -> Task | None:
+        """The task of a number. None if there are fewer tasks.
+
+        Raises BadInputError for an entry that is no task, and the exceptions of the iterator and of `check`.
+        """
+        while number >= self._num_read and not self._is_exhausted:
+            with NotedFailures(f"raised by the iterator of the tasks when it was asked for task {self._num_read}"):
+                try:
+                    if isinstance(self._iterator, AsyncIterator):
+                        task = await anext(self._iterator)
+                    else:
+                        task = next(self._iterator)
+                except (StopIteration, StopAsyncIteration):
+                    self._is_exhausted = True
+                    break
+            self._check(self._num_read, require_task(task, self._num_read))
+            if self._is_needed(self._num_read):
+                self._kept[self._num_read] = task
+            self._num_read += 1
+            if self._num_read % NUM_READ_PER_PAUSE == 0:  # a run that is continued skips the tasks of earlier steps
+                await asyncio.sleep(0)
+        return self._kept.get(number)
+
+    def kept(self, number: int) -> Task | None:
+        """The task of a number, if it was read and not released."""
+        return self._kept.get(number)
+
+    def release(self, number: int) -> None:
+        """The task is not needed any more."""
+        self._kept.pop(number, None)
+
+
+# -- Running groups ---------------------------------------------------------------------------------
+# `RunningGroups`: reads tasks and starts their groups in the background, while others wait for finished groups.
+
+
+class Schedule(Protocol):
+    """Decides which group is started next: a `StreamSchedule`, or a `StepStream`, which asks its `StepSchedule`."""
+
+    def next_number(self) -> int | None:
+        """Number of the task whose group is to be started now. None if no group may start."""
+        ...
+
+    def start(self, number: int, task: Task) -> GroupRequest:
+        """Note that the group of this task is started. Returns the group."""
+        ...
+
+    def end_tasks(self, number: int) -> None:
+        """There is no task with this number, nor with a higher number."""
+        ...
+
+
+class RunningGroups:
+    """Starts the groups that a schedule allows, and passes finished groups to `on_finished`.
+
+    An asynchronous context manager. On exit it cancels all groups that run, and waits until they have ended. Agent
+    loops, a filter and an iterator of tasks that ignore their cancellation are left running.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        schedule: Schedule,
+        runner: GroupRunner,
+        on_finished: Callable[[FinishedGroup], Awaitable[None]],
+    ) -> None:
+        self._source, self._schedule, self._runner, self._on_finished = source, schedule, runner, on_finished
+        self._may_start, self._has_news = asyncio.Event(), asyncio.Event()
+        self._groups: dict[int, asyncio.Task[None]] = {}
+        """Groups that run, by the number of their task."""
+        self._cancelled: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._closing = asyncio.Event()
+        self._starter: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        """The task that reads tasks of the user, if one is being read."""
+
+    async def __aenter__(self) -> Self:
+        self._runner.on_sample = self.notify
+        self._starter = asyncio.create_task(self._start_groups())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        tasks = [*self._groups.values(), *self._cancelled, *([] if self._starter is None else [self._starter])]
+        for task in tasks:
+            task.cancel()
+        reading = [] if self._reading is None else [self._reading]
+        waits = [wait_until_done(task, 0.0, "the iterator of the tasks", END_TIMEOUT_S) for task in reading]
+        await asyncio.gather(*tasks, *waits, return_exceptions=True)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception of a group, of the tasks or of `on_finished`, after which no other group starts."""
+        return self._failure
+
+    @property
+    def num_running(self) -> int:
+        """Number of groups that run, or that a filter examines."""
+        return len(self._groups)
+
+    def notify(self) -> None:
+        """Look again whether the schedule allows a group."""
+        self._may_start.set()
+
+    async def wait(self) -> BaseException | None:
+        """Return when something has happened since the last call: a group has finished, or there are no more tasks.
+
+        Returns `failure`.
+        """
+        await self._has_news.wait()
+        self._has_news.clear()
+        return self._failure
+
+    def cancel(self, number: int) -> None:
+        """Cancel the group of a task. Its samples are lost. Without effect if it has finished."""
+        if (task := self._groups.pop(number, None)) is not None:
+            self._cancelled.add(task)
+            task.add_done_callback(self._cancelled.discard)
+            task.cancel()
+
+    def is_current(self, number: int) -> bool:
+        """Whether the task that calls this method is that of the group, and the group was not cancelled."""
+        return self._groups.get(number) is asyncio.current_task()
+
+    async def _start_groups(self) -> None:
+        try:
+            while not self._closing.is_set():  # the tasks may have swallowed the cancellation
+                self._may_start.clear()
+                number = None if self._failure is not None else self._schedule.next_number()
+                if number is not None and (task := self._source.kept(number)) is not None:
+                    request = self._schedule.start(number, task)
+                    self._groups[number] = asyncio.create_task(self._run_group(request))
+                    await asyncio.sleep(0)  # the group counts its samples, on which the schedule depends
+                    continue
+                if number is not None and not self._source.is_asynchronous:
+                    await self._read(number)
+                elif number is not None and self._reading is None:
+                    self._reading = asyncio.create_task(self._read(number))
+                await self._may_start.wait()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as failure:  # noqa: BLE001 - returned by `wait`
+            self._fail(failure)
+
+    async def _read(self, number: int) -> None:
+        """Read the task of a number. Other groups start meanwhile: the tasks may wait for the steps."""
+        try:
+            if await self._source.get(number) is None and not self._closing.is_set():
+                self._schedule.end_tasks(number)
+                if self._runner.failures is not None:
+                    self._runner.failures.end_tasks()
+                self._has_news.set()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as failure:  # noqa: BLE001 - returned by `wait`
+            self._fail(failure)
+        finally:
+            self._reading = None
+            self._may_start.set()
+
+    async def _run_group(self, request: GroupRequest) -> None:
+        current = asyncio.current_task()
+        try:
+            finished = await self._runner.run(request)
+            if self._groups.get(request.number) is current and not self._closing.is_set():
+                await self._on_finished(finished)
+        except asyncio.CancelledError:
+            if self._groups.get(request.number) is current and not self._closing.is_set():
+                self._fail(RuntimeError(f"the group of task {request.task.id!r} was cancelled from outside"))
+            raise
+        except BaseException as failure:  # noqa: BLE001 - returned by `wait`
+            self._fail(failure)
+        finally:
+            if self._groups.get(request.number) is current:
+                del self._groups[request.number]
+                self._has_news.set()
+                self._may_start.set()
+
+    def _fail(self, failure: BaseException) -> None:
+        """Let `wait` return a failure. KeyboardInterrupt and SystemExit also end the event loop."""
+        self._failure = self._failure or failure
+        self._has_news.set()
+        if isinstance(failure, (KeyboardInterrupt, SystemExit)):
+            raise failure
+
+
+# -- Group stream -----------------------------------------------------------------------------------
+# `stream_groups`: one pass over tasks. Groups are yielded in the order in which they finish.
+
+
+class StreamSchedule:
+    """Starts groups in the order of the tasks, as many as are needed to keep the runner busy."""
+
+    def __init__(self, runner: GroupRunner, run_dir: Path | None) -> None:
+        self._runner, self._run_dir = runner, run_dir
+        self._next_number = 0
+        self.is_exhausted = False
+        """Whether all tasks were started."""
+        self.finished: deque[SampleGroup] = deque()
+        """Groups that were not yielded yet."""
+        self.num_examined = 0
+        """Number of groups that the filter examines."""
+
+    def next_number(self) -> int | None:
+        """A group starts when a sample can run, unless the user of the groups is far behind."""
+        runner, max_samples = self._runner, self._runner.max_admitted_samples
+        num_waiting = (len(self.finished) + self.num_examined) * runner.n
+        may_start = runner.num_unfinished_samples < max_samples and num_waiting < 2 * max_samples
+        return self._next_number if may_start and not self.is_exhausted else None
+
+    def start(self, number: int, task: Task) -> GroupRequest:
+        self._next_number = number + 1
+        return GroupRequest(number, task, task.id, self._run_dir)
+
+    def end_tasks(self, number: int) -> None:
+        self.is_exhausted = True
+
+
+async def stream_groups(
+    runner: GroupRunner,
+    tasks: Tasks,
+    check: Callable[[int, Task], None],
+    run_dir: Path | None,
+    group_filter: GroupFilter | None,
+) -> AsyncGenerator[SampleGroup, None]:
+    """Yield the groups of all tasks. See `RolloutRunner.run`. `check`: called with every task that is read."""
+    schedule = StreamSchedule(runner, run_dir)
+    source = TaskSource(tasks, check=check)
+
+    async def finish(finished: FinishedGroup) -> None:
+        source.release(finished.request.number)
+        schedule.num_examined += 1
+        try:
+            if await is_kept(group_filter, finished.group):
+                schedule.finished.append(finished.group)
+        finally:
+            schedule.num_examined -= 1
+
+    running = RunningGroups(source, schedule, runner, finish)
+    async with running:
+        while not (schedule.is_exhausted and running.num_running == 0 and not schedule.finished):
+            failure = await running.wait()
+            while schedule.finished:
+                yield schedule.finished.popleft()
+                running.notify()
+            if failure is not None:
+                raise failure
+        if running.failure is not None:  # of a group that ended while the caller used the last groups
+            raise running.failure

@@ -1,0 +1,584 @@
+"""Checks of a machine: hardware, memory, limits, what ended servers left, network."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from verl_server.doctor.report import Finding, fail, gib, ok, warn
+from verl_server.platforms.limits import available_memory, container_memory
+from verl_server.server.warden.processes import SHM_DIR, SHM_NAMES, find_shared_memory, has_pidfds
+
+# -- Hardware ---------------------------------------------------------------------------------------
+# Reads the accelerators and CPU cores of this machine from torch, the NVIDIA driver and nvidia-smi.
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVIDIA GPU. `total` and `free` are bytes of its memory."""
+
+    name: str
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Accelerators and CPU cores of this machine."""
+
+    accelerator: str | None
+    """Type of the accelerator that torch can use ("cuda", "xpu", ...), None without one."""
+    devices: int = 0
+    """Number of accelerators that torch can use."""
+    torch_cuda: str | None = None
+    """CUDA version for which torch was built, None for a build without CUDA."""
+    driver_cuda: tuple[int, int] | None = None
+    """Highest CUDA version that the driver supports; None without a driver."""
+    nvidia_device: bool = False
+    """Whether the kernel lists an NVIDIA device."""
+    hidden: bool = False
+    """Whether `CUDA_VISIBLE_DEVICES` hides all GPUs."""
+    gpus: tuple[Gpu, ...] = ()
+    cores: int = 1
+    """Number of CPU cores that this process may use."""
+
+
+def probe() -> Hardware:
+    """Read the hardware. Imports torch, which takes seconds; creates no CUDA context."""
+    try:
+        import torch
+    except ImportError:
+        return Hardware(accelerator=None, cores=len(os.sched_getaffinity(0)))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return Hardware(
+        accelerator=device.type if device is not None else None,
+        devices=torch.accelerator.device_count() if device is not None else 0,
+        torch_cuda=torch.version.cuda,
+        driver_cuda=_driver_cuda(),
+        nvidia_device=Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists(),
+        hidden=os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"),
+        gpus=visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")) if torch.cuda.is_available() else (),
+        cores=len(os.sched_getaffinity(0)),
+    )
+
+
+def _driver_cuda() -> tuple[int, int] | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpus(output)
+
+
+def parse_gpus(output: str) -> tuple[Gpu, ...]:
+    """Parse the CSV of nvidia-smi (name, total MiB, free MiB). GPUs without numbers are left out."""
+    gpus = []
+    for line in output.splitlines():
+        name, *sizes = (part.strip() for part in line.rsplit(",", 2))
+        if len(sizes) == 2 and all(size.isdigit() for size in sizes):
+            gpus.append(Gpu(name, int(sizes[0]) * 2**20, int(sizes[1]) * 2**20))
+    return tuple(gpus)
+
+
+def visible(gpus: tuple[Gpu, ...], chosen: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that are visible with CUDA_VISIBLE_DEVICES=`chosen`. All GPUs when it names them by UUID."""
+    parts = [part.strip() for part in (chosen or "").split(",")]
+    if not all(part.isdigit() and int(part) < len(gpus) for part in parts):
+        return gpus
+    return tuple(gpus[int(part)] for part in parts)
+
+
+# -- Memory -----------------------------------------------------------------------------------------
+# Checks of the memory of this machine and of /dev/shm.
+
+SHM_FAIL_BYTES = 32 * 2**20
+SHM_WARN_BYTES = 2**30
+#: Bytes of a server without weights: three processes of about 1.1 GB each, much of it shared.
+SERVER_BYTES = 2 * 2**30
+
+
+def check_shared_memory(total: int, free: int) -> Finding:
+    """Check the size of /dev/shm, in bytes. NCCL, multiprocessing and torch use it; weights do not, they use memfd."""
+    detail = f"{gib(total)}, {gib(free)} free"
+    symptom = "with more than one rank: Bus error, or NCCL: No space left on device"
+    fix = (
+        "Enlarge /dev/shm: docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of medium Memory."
+    )
+    if free < SHM_FAIL_BYTES:
+        return fail("/dev/shm", detail, symptom=symptom, fix=fix)
+    if free < SHM_WARN_BYTES:
+        return warn("/dev/shm", detail, symptom=symptom, fix=fix)
+    return ok("/dev/shm", detail)
+
+
+def check_memory(available: int, limit: int | None = None) -> Finding:
+    """Check the available memory, in bytes. `limit` is the memory limit of the container, None without one."""
+    detail = f"{gib(available)} available" + (f" (container limit {gib(limit)})" if limit is not None else "")
+    symptom = "the server ends during its start with `killed by SIGKILL` and nothing in its log"
+    fix = "Free memory, or raise the memory limit of the container."
+    if available < SERVER_BYTES:
+        return fail("Memory", f"{detail}; a server without weights needs {gib(SERVER_BYTES)}", symptom=symptom, fix=fix)
+    if available < 2 * SERVER_BYTES:
+        return warn("Memory", f"{detail}, enough for small models only", symptom=symptom, fix=fix)
+    return ok("Memory", detail)
+
+
+def examine_memory() -> list[Finding]:
+    """Check the memory of this machine."""
+    container = container_memory()
+    shared = shutil.disk_usage(SHM_DIR) if Path(SHM_DIR).is_dir() else None
+    return [
+        check_memory(available_memory(), container[0] if container else None),
+        check_shared_memory(shared.total, shared.free) if shared else check_shared_memory(0, 0),
+    ]
+
+
+# -- Limits -----------------------------------------------------------------------------------------
+# Checks of operating system limits and of the kernel features that supervision and weight updates need.
+
+OPEN_FILES_RECOMMENDED = 65536
+OPEN_FILES_MINIMUM = 4096
+PROCESSES_RECOMMENDED = 4096
+PROCESSES_MINIMUM = 512
+UNLIMITED = resource.RLIM_INFINITY
+#: Program of the second process in the test of the staging memory.
+READER = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
+MESSAGE = b"weights"
+
+
+def check_open_files(limit: int, hard: int = UNLIMITED) -> Finding:
+    """Check `ulimit -n`. Each request in flight uses one open file in the server and one in the client.
+
+    `limit` and `hard` are the soft and the hard limit.
+    """
+    if limit == UNLIMITED or limit >= OPEN_FILES_RECOMMENDED:
+        return ok("Open files", "unlimited" if limit == UNLIMITED else str(limit))
+    symptom = "with many requests in flight: OSError: Too many open files, or refused connections"
+    can_be_raised = hard == UNLIMITED or hard >= OPEN_FILES_RECOMMENDED
+    fix = (
+        f"ulimit -n {OPEN_FILES_RECOMMENDED}"
+        if can_be_raised
+        else f"Raise the hard limit, now {hard}, in limits.conf, or start the container with --ulimit nofile="
+        f"{OPEN_FILES_RECOMMENDED}."
+    )
+    detail = f"{limit}, recommended {OPEN_FILES_RECOMMENDED}"
+    if limit < OPEN_FILES_MINIMUM:
+        return fail("Open files", detail, symptom=symptom, fix=fix)
+    return warn("Open files", detail, symptom=symptom, fix=fix)
+
+
+def check_processes(limit: int) -> Finding:
+    """Check `ulimit -u`, which counts threads. A server with several ranks has hundreds of threads."""
+    if limit == UNLIMITED or limit >= PROCESSES_RECOMMENDED:
+        return ok("Processes", "unlimited" if limit == UNLIMITED else str(limit))
+    symptom = "RuntimeError: can't start new thread, or Resource temporarily unavailable"
+    fix = f"ulimit -u {PROCESSES_RECOMMENDED}; in a container also raise its limit (docker run --pids-limit)"
+    if limit < PROCESSES_MINIMUM:
+        return fail("Processes", str(limit), symptom=symptom, fix=fix)
+    return warn("Processes", str(limit), symptom=symptom, fix=fix)
+
+
+def check_kernel(system: str, release: str, *, memfd: bool, pidfd: bool) -> Finding:
+    """Check for memfd_create, which weight updates use, and pidfd_open (Linux 5.3), which reports ended processes."""
+    missing = [name for name, there in (("memfd_create", memfd), ("pidfd_open", pidfd)) if not there]
+    if not missing:
+        return ok("Kernel", f"{system} {release}, with memfd_create and pidfd_open")
+    detail = f"{system} {release} without {' and '.join(missing)}"
+    fix = (
+        "Use Linux 5.3 or newer, and a Python that was built for it. In a sandbox, allow these system calls in its "
+        "seccomp profile."
+    )
+    if memfd:
+        symptom = "every server is started as a new program, which takes 15 s and more on a CPU instead of 2 s"
+        return warn("Kernel", detail, symptom=symptom, fix=fix)
+    return fail("Kernel", detail, symptom="weight updates raise UnsupportedError", fix=fix)
+
+
+def check_staging(problem: str) -> Finding:
+    """Check that a server can read the trainer's staging memory.
+
+    `problem` is the error of another process of this user that opened it, or "" if the process could read it.
+    """
+    if not problem:
+        return ok("Staging memory", "another process of this user can read it (/proc/PID/fd)")
+    return fail(
+        "Staging memory",
+        f"another process of this user cannot open /proc/PID/fd: {problem}",
+        symptom="update_weights_from_tensor fails: the server cannot open the arena",
+        fix="Run the trainer and the server as the same user in the same container (or with --pid=host). Mount /proc "
+        "without hidepid. In a sandbox, allow access to /proc/PID/fd.",
+    )
+
+
+def check_temporary_folder(folder: str, problem: str) -> Finding:
+    """Check that each server can have a folder for temporary files.
+
+    `folder` is the folder of this process. `problem` is the error of a test, or "" if a file could be written.
+    """
+    if not problem:
+        return ok("Temporary files", folder)
+    return fail(
+        "Temporary files",
+        problem,
+        symptom="every start of a server raises StartupError",
+        fix="Set TMPDIR to a writable folder. In a container with a read-only root, add one (docker run --tmpfs /tmp).",
+    )
+
+
+def probe_temporary_folder() -> tuple[str, str]:
+    """The folder for temporary files, and the error of writing a file there, "" if that worked."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(MESSAGE)
+    except OSError as error:
+        return "", str(error)
+    return tempfile.gettempdir(), ""
+
+
+def probe_memfd() -> bool:
+    try:
+        os.close(os.memfd_create("verl_server_doctor"))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def probe_staging() -> str:
+    """Let a second process read a memory file of this process through /proc/PID/fd, as a weight update does.
+
+    Returns the error, or "" if the second process could read the file.
+    """
+    try:
+        fd = os.memfd_create("verl_server_doctor", os.MFD_CLOEXEC)
+    except (AttributeError, OSError) as error:
+        return str(error)
+    try:
+        os.write(fd, MESSAGE)
+        command = [sys.executable, "-I", "-S", "-c", READER, f"/proc/{os.getpid()}/fd/{fd}"]
+        reader = subprocess.run(command, capture_output=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    finally:
+        os.close(fd)
+    if reader.stdout == MESSAGE:
+        return ""
+    lines = reader.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "the process read other bytes"
+
+
+def examine_limits() -> list[Finding]:
+    """Check the limits of this process and the kernel."""
+    return [
+        check_kernel(platform.system(), platform.release(), memfd=probe_memfd(), pidfd=has_pidfds()),
+        check_staging(probe_staging()),
+        check_temporary_folder(*probe_temporary_folder()),
+        check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0]),
+    ]
+
+
+# -- Leftovers --------------------------------------------------------------------------------------
+
+#: Maximum number of file names in a finding.
+MAX_NAMES = 8
+#: Seconds since the last write. A younger file can belong to a program that has not mapped it yet.
+LEFTOVER_AGE_S = 600.0
+#: Seconds after which an orphan must still live. The processes of a server that is being stopped end within this time.
+ORPHAN_RECHECK_S = 1.0
+#: `/proc/self/ns/pid` of a process that sees all processes of the machine (PROC_PID_INIT_INO of the kernel).
+INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+#: Programs that become the parent of orphaned processes, at any depth of the process tree.
+INIT_PROGRAMS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "s6-svscan")
+#: Programs that start servers. As PID 1 of a container they are the launcher, so their children are not orphans.
+LAUNCHERS = ("python", "sglang", "vllm", "VLLM::", "verl", "ray", "torchrun")
+#: How the titles of the processes begin that SGLang's and vLLM's launchers start. The launchers have other titles.
+SGLANG_TITLES, VLLM_TITLES = ("sglang::",), ("VLLM::EngineCore", "VLLM::Worker", "VLLM::DPCoordinator")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of this machine."""
+
+    pid: int
+    parent: int
+    """PID of the parent process."""
+    name: str
+    """Program name: the first word of the command line, without its folder."""
+
+
+def check_orphans(processes: list[Process]) -> Finding:
+    """Check for processes of SGLang and vLLM whose launcher has ended. They hold memory until a user ends them.
+
+    The launcher starts these processes as its children. The kernel makes them children of an init program when the
+    launcher has ended; from then on no process sends them requests. vLLM's workers are children of its engine.
+    """
+    names = {process.pid: process.name for process in processes}
+    orphans = _orphans(processes)
+    if not orphans:
+        return ok("Orphaned servers", "none")
+    pids = " ".join(str(process.pid) for process in orphans)
+    parents = sorted({_describe_parent(process, names) for process in orphans} - {""})
+    engines = " and ".join(sorted({process.name.partition("::")[0] + "::" for process in orphans}))
+    # vLLM's processes end at SIGTERM, and their resource tracker then removes their files in shared memory.
+    only_vllm = all(process.name.startswith(VLLM_TITLES) for process in orphans)
+    return warn(
+        "Orphaned servers",
+        f"{len(orphans)} {engines} processes whose launcher has ended, because their parent is now "
+        f"{', '.join(parents)}: {pids}",
+        symptom="memory stays in use although no server runs; the next start ends with CUDA out of memory",
+        fix=f"kill {pids}; if they live after 10 s, kill -9 {pids}" if only_vllm else f"kill -9 {pids}",
+    )
+
+
+def _describe_parent(process: Process, names: dict[int, str]) -> str:
+    """Name and PID of the parent. Empty if the parent is a process of the same server."""
+    name = names.get(process.parent, "")
+    return "" if _is_of_server(name) else f"{name} (PID {process.parent})"
+
+
+def _orphans(processes: list[Process]) -> list[Process]:
+    by_pid = {process.pid: process for process in processes}
+    return [process for process in processes if _is_of_server(process.name) and _has_no_launcher(process, by_pid)]
+
+
+def _is_of_server(name: str) -> bool:
+    return name.startswith((*SGLANG_TITLES, *VLLM_TITLES))
+
+
+def _has_no_launcher(process: Process, by_pid: dict[int, Process]) -> bool:
+    """Whether an init program is the parent of the topmost process of a server."""
+    while (parent := by_pid.get(process.parent)) is not None and _is_of_server(parent.name):
+        process = parent
+    return _is_init(process.parent, "" if parent is None else parent.name)
+
+
+def _is_init(pid: int, name: str) -> bool:
+    return name in INIT_PROGRAMS or (pid == 1 and not name.startswith(LAUNCHERS))
+
+
+def check_leftovers(files: dict[str, int], *, uninspected: int = 0, in_container: bool = False) -> Finding:
+    """Check for files in shared memory that no process uses. `files` maps names to bytes.
+
+    `uninspected`: number of processes that may use the files and could not be inspected. `in_container`: whether
+    processes of the machine may be invisible to this process.
+    """
+    if not files:
+        return ok("Leftover files", "none in /dev/shm")
+    names = sorted(files, key=lambda name: -files[name])
+    paths = " ".join(SHM_DIR + name for name in names[:MAX_NAMES])
+    detail = (
+        f"{len(names)} in /dev/shm, {gib(sum(files.values()))}: not written for {LEFTOVER_AGE_S / 60:.0f} minutes, and "
+        "no inspected process maps them or has them open"
+        + (f"; {uninspected} processes could not be inspected" if uninspected else "")
+        + (f"; the fix names the {MAX_NAMES} largest" if len(names) > MAX_NAMES else "")
+    )
+    fix = f"rm {paths}"
+    if uninspected:
+        fix = f"Find out as root whether a process uses them (fuser -v {paths}). If no process does, remove them."
+    elif in_container:
+        fix = f"If no other container shares this /dev/shm (--ipc=host): {fix}"
+    symptom = "free memory shrinks with every run, until an error says: No space left on device"
+    return warn("Leftover files", detail, symptom=symptom, fix=fix)
+
+
+def processes() -> list[Process]:
+    """All processes that this user can see and that have not ended."""
+    found = []
+    for process in psutil.process_iter(["pid", "ppid", "name", "cmdline", "status"]):
+        info = process.info
+        if info["status"] == psutil.STATUS_ZOMBIE:
+            continue
+        title = (info["cmdline"] or [info["name"] or ""])[0].split(" ")[0]
+        found.append(Process(info["pid"], info["ppid"] or 0, title.rpartition("/")[2]))
+    return found
+
+
+def leftovers(folder: Path = Path(SHM_DIR)) -> tuple[dict[str, int], int]:
+    """Files of this user that torch, SGLang or multiprocessing created and that no process uses, with bytes.
+
+    A process uses a file that it maps or has open. The second result is the number of processes that may use the files
+    and could not be inspected.
+    """
+    old: dict[str, int] = {}
+    for path in folder.iterdir() if folder.is_dir() else []:
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        mine = status.st_uid == os.getuid()
+        if mine and SHM_NAMES.match(path.name) and time.time() - status.st_mtime > LEFTOVER_AGE_S:
+            old[path.name] = status.st_blocks * 512
+    pids = set(psutil.pids())
+    opened, uninspected = find_open_files(pids) if old else (set(), 0)
+    used = find_shared_memory(pids).keys() | opened if old else set()
+    files = {name: size for name, size in old.items() if name not in used and not _owner_is_running(name, pids)}
+    return files, uninspected
+
+
+def find_open_files(pids: Iterable[int]) -> tuple[set[str], int]:
+    """Names of the files in `/dev/shm` that these processes have open, and the number of processes that could not be
+    inspected although they may open files of this user.
+    """
+    found: set[str] = set()
+    uninspected = 0
+    for pid in pids:
+        try:
+            for entry in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):
+                    found.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
+        except PermissionError:
+            with contextlib.suppress(OSError):
+                uninspected += os.stat(f"/proc/{pid}").st_uid == os.getuid()
+        except OSError:  # the process has ended
+            continue
+    return {path.removeprefix(SHM_DIR) for path in found if path.startswith(SHM_DIR)}, uninspected
+
+
+def _owner_is_running(name: str, pids: set[int]) -> bool:
+    """torch puts the PID of the owner into the file name. The owner may not have mapped the file yet."""
+    owner = re.match(r"torch_(\d+)_", name)
+    return owner is not None and int(owner[1]) in pids
+
+
+def is_in_container(namespace: str = "/proc/self/ns/pid") -> bool:
+    """Whether processes of the machine may be invisible to this process. True when the kernel does not tell it."""
+    try:
+        return os.readlink(namespace) != INITIAL_PID_NAMESPACE
+    except OSError:  # a container without access to the link
+        return True
+
+
+def examine_leftovers() -> list[Finding]:
+    """Check for leftover files and processes. Takes a second longer when there are orphans."""
+    (files, uninspected), found = leftovers(), processes()
+    if _orphans(found):
+        time.sleep(ORPHAN_RECHECK_S)
+        first_pids = {process.pid for process in found}
+        found = [process for process in processes() if process.pid in first_pids]
+    return [check_leftovers(files, uninspected=uninspected, in_container=is_in_container()), check_orphans(found)]
+
+
+# -- Network ----------------------------------------------------------------------------------------
+# Checks of the network between a trainer and its own server: loopback, IPv6, ports and proxies.
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+EPHEMERAL_MINIMUM = 4096
+
+
+def check_loopback(problem: str) -> Finding:
+    """Check connections over 127.0.0.1. `problem` is the error of such a connection, or "" if it worked."""
+    if not problem:
+        return ok("Loopback", "connections over 127.0.0.1 work")
+    return fail(
+        "Loopback",
+        problem,
+        symptom="a server cannot bind 127.0.0.1, or never becomes ready",
+        fix="Enable the loopback device (ip link set lo up). In a sandbox, allow local sockets.",
+    )
+
+
+def check_ipv6(available: bool) -> Finding:
+    """Check for IPv6, which only servers with `--host ::` need."""
+    return ok("IPv6", "available" if available else "not available; only --host :: needs it")
+
+
+def check_ephemeral(lowest: int, highest: int) -> Finding:
+    """Check the range of ports for outgoing connections and for servers without a fixed port."""
+    detail = f"{lowest} to {highest}"
+    if highest - lowest >= EPHEMERAL_MINIMUM:
+        return ok("Ports", detail)
+    return warn(
+        "Ports",
+        f"only {highest - lowest + 1} ports, {detail}",
+        symptom="with thousands of requests in flight: Cannot assign requested address",
+        fix="sysctl net.ipv4.ip_local_port_range='32768 60999'",
+    )
+
+
+def check_proxies(env: Mapping[str, str]) -> Finding:
+    """Check for proxy variables without an exception for loopback.
+
+    The values can contain passwords, so the finding shows only the names of the variables.
+    """
+    names = [name for name in env if name.lower() in PROXIES and env[name]]
+    if not names:
+        return ok("Proxies", "no proxy variables")
+    exceptions = ",".join(env.get(name, "") for name in ("no_proxy", "NO_PROXY"))
+    hosts = {host.strip() for host in exceptions.split(",")}
+    if "*" in hosts or ("localhost" in hosts and hosts & {"127.0.0.1", "127.0.0.0/8", "127."}):
+        return ok("Proxies", f"{', '.join(names)}, with an exception for loopback")
+    return warn(
+        "Proxies",
+        f"{', '.join(names)} set, but no_proxy does not contain both localhost and 127.0.0.1",
+        symptom="curl, requests or an agent receives 403, 502 or 504 from the proxy instead of a reply of the server "
+        "(the adapters of this library ignore proxies)",
+        fix='export no_proxy="localhost,127.0.0.1,::1${no_proxy:+,$no_proxy}"; export NO_PROXY="$no_proxy"',
+    )
+
+
+def probe_loopback() -> str:
+    """Open a connection over 127.0.0.1. Returns the error, or "" if it worked."""
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5.0),
+        ):
+            server.settimeout(5.0)
+            server.accept()[0].close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def probe_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def probe_ephemeral() -> tuple[int, int]:
+    """Lowest and highest port of the range; the default of Linux if the range cannot be read."""
+    try:
+        lowest, highest = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except (OSError, ValueError):
+        return 32768, 60999
+    return int(lowest), int(highest)
+
+
+def examine_network() -> list[Finding]:
+    """Check the network of this machine."""
+    return [
+        check_loopback(probe_loopback()),
+        check_ipv6(probe_ipv6()),
+        check_ephemeral(*probe_ephemeral()),
+        check_proxies(os.environ),
+    ]

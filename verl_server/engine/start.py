@@ -1,0 +1,593 @@
+"""Start of an engine: its backend, and its weight updater on the trainer ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.engine import get_engine
+from verl_server.adapter.server_engine import ServerEngine
+from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_launch_args, with_absolute_paths
+from verl_server.config import AdapterConfig, EngineKind, RemoteServer, WeightsConfig
+from verl_server.engine.servers import connect_servers, launch_one_server
+from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
+from verl_server.platforms.limits import available_memory
+from verl_server.ranks.coordinator import RankCoordinator
+from verl_server.ranks.placement import Placement, is_loopback, machine_id, reachable_address, spans_machines
+from verl_server.server.environment import VISIBLE_DEVICES, SeenByRank, allowed_cores, gpus_needed, seen_by_server
+from verl_server.server.launch import PortReservation, join_host_port
+from verl_server.types import Json, TensorSpec, parse_weight_version
+from verl_server.validation import checked_value
+from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.double_buffer.buffer import MAX_WRITERS, DoubleBuffer, plan_double_buffer
+from verl_server.weights.manifest import Manifest, checkpoint_names_of, read_manifest
+from verl_server.weights.transports import is_streamed, sender_class, stream_class
+from verl_server.weights.transports.base import SenderSettings
+from verl_server.weights.update.options import UpdatableServers
+from verl_server.weights.update.staged import StagedUpdater
+from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, StreamedUpdater
+from verl_server.weights.update.updater import EngineRanks, WeightUpdater
+from verl_server.weights.verification import choose_algorithm
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from verl_server.ranks.coordinator import RankCoordinator
+
+logger = logging.getLogger(__name__)
+
+
+# -- Backend ----------------------------------------------------------------------------------------
+# `Backend`: the interface between `VerlEngine` and the inference engines that it drives.
+
+
+class Backend(UpdatableServers, Protocol):
+    """One or more inference engines, in server processes or in this process. Only trainer rank 0 generates with it."""
+
+    @property
+    def adapter(self) -> HttpServerEngineAdapter | None:
+        """The adapter of one server of the backend. None when the engine runs in this process."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the inference engines have when the trainer starts to use them."""
+
+    def parameter_dtypes(self) -> Sequence[Json | None]:
+        """The report of each inference engine on the dtypes of its parameters. None for one that does not tell."""
+
+    def nearest_transport(self) -> str:
+        """Name of the cheapest weight transport that reaches all inference engines, for as long as they are used."""
+
+    @property
+    def trainer_host(self) -> str:
+        """Address of this machine as the inference engines reach it."""
+
+    def generate(self, **request: Any) -> Any:
+        """Generate for one prompt or many. `request` holds the arguments of `HttpServerEngineAdapter.generate`."""
+
+    async def async_generate(self, **request: Any) -> Any: ...
+    def generate_stream(self, **request: Any) -> Iterator[Json]: ...
+    def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]: ...
+    def flush_cache(self) -> None: ...
+    def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None: ...
+    def unload_lora_adapter(self, name: str) -> None: ...
+    def list_lora_adapters(self) -> frozenset[str]:
+        """Names of the LoRA adapters that all inference engines have, whoever loaded them."""
+
+    def release_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
+    def resume_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
+
+    @property
+    def released_memory(self) -> frozenset[str]:
+        """Memory tags (`MemoryTag`) that are released."""
+
+    def fail(self, error: VerlServerError) -> None:
+        """Make calls of this trainer that are in flight, and all later calls, raise `error`."""
+
+    def shutdown(self) -> None:
+        """End the trainer's use of the backend. Ends servers that the backend started; other servers keep running."""
+
+
+class FleetBackend(Backend, Protocol):
+    """The backend of a fleet, which exists before a `VerlEngine` uses it and after."""
+
+    def attach(self) -> None:
+        """Begin to use the fleet. Raises BadInputError when another `VerlEngine` uses it."""
+
+
+@runtime_checkable
+class RolloutFleet(Protocol):
+    """The part of `RolloutManager` that `VerlEngine` needs."""
+
+    @property
+    def backend(self) -> FleetBackend: ...
+
+
+# -- Start backend ----------------------------------------------------------------------------------
+# Start of an engine's backend on the trainer ranks: a server process on each node, or a connection on rank 0.
+
+
+def require_mesh(mesh: object) -> None:
+    """Raise BadInputError unless `mesh` is a DeviceMesh with one dimension."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise BadInputError(
+            "device_mesh_cpu must be a DeviceMesh with one dimension, the trainer ranks of the engine, for example "
+            f'init_device_mesh("cpu", (world_size,)); got {mesh!r}'
+        )
+
+
+def broadcast_function(mesh: DeviceMesh) -> Callable[[Any], Any]:
+    """A function that returns rank 0's value on all ranks of `mesh`. It is the only use of the trainer's own group."""
+    import torch.distributed as dist
+
+    def broadcast(value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, src=int(mesh.mesh.flatten()[0]), group=mesh.get_group())
+        return values[0]
+
+    return broadcast
+
+
+def connect_coordinator(mesh: DeviceMesh, nnodes: int, timeout_s: float) -> RankCoordinator:
+    """Connect the ranks of `mesh`. Rank 0 listens for other machines if the server or the ranks need several machines.
+
+    Raises PeerError, and BadInputError if rank 0 does not know an address that other machines can reach.
+    """
+    multiple_machines = nnodes > 1 or spans_machines(mesh.mesh.flatten().tolist())
+    return RankCoordinator.connect(
+        mesh.get_local_rank(), mesh.size(), broadcast_function(mesh), multiple_machines, timeout_s
+    )
+
+
+@dataclass(frozen=True)
+class BackendSource:
+    """The caller's choice of inference engines: arguments of `VerlEngine` that exclude each other."""
+
+    launch_server: bool | None
+    """True: start a server process. False: run SGLang in this process. None: not given, which means True."""
+    servers: Sequence[RemoteServer]
+    """Running servers to connect to."""
+    fleet: RolloutFleet | None
+    """Fleet to use, on rank 0."""
+
+    def validate(
+        self, nnodes: int = 1, engine_kind: EngineKind | str | None = EngineKind.SGLANG
+    ) -> VerlServerError | None:
+        """The error of arguments of a wrong type, or of a choice that contradicts itself, `nnodes` or `engine_kind`.
+        Otherwise None.
+
+        The error is not raised here: `servers` and `fleet` can differ between the ranks, and all ranks must raise it.
+        """
+        try:
+            checked_value("servers", self.servers, Sequence[RemoteServer])
+            checked_value("fleet", self.fleet, RolloutFleet | None)
+        except BadInputError as error:
+            return error
+        given = [f"launch_server={self.launch_server}"] if self.launch_server is not None else []
+        given += [f"servers ({len(self.servers)} of them)"] if self.servers else []
+        given += ["fleet"] if self.fleet is not None else []
+        if nnodes > 1 and (self.servers or self.fleet is not None):
+            return BadInputError(
+                f"nnodes={nnodes} is for a server that VerlEngine starts; use nnodes=1 with {given[-1]}",
+                argument="nnodes",
+            )
+        if engine_kind != EngineKind.SGLANG and (nnodes > 1 or self.launch_server is False):
+            choice = f"nnodes={nnodes}" if nnodes > 1 else "launch_server=False"
+            return BadInputError(
+                f"engine_kind={str(engine_kind)!r} does not support {choice}: only SGLang does. Use a server process "
+                "on one machine (launch_server=True)",
+                argument="engine_kind",
+            )
+        if len(given) < 2:
+            return None
+        return BadInputError(
+            f"launch_server, servers and fleet exclude each other, but {' and '.join(given)} were given. Give one: "
+            "launch_server=True (the default) starts a server process, launch_server=False runs SGLang in this "
+            "process, servers=[RemoteServer(...)] connects to running servers, fleet=RolloutManager(...) uses a fleet"
+        )
+
+
+def start_backend(
+    group: RankCoordinator,
+    placement: Placement,
+    source: BackendSource,
+    server_args: Mapping[str, Any],
+    config: AdapterConfig,
+    env: Mapping[str, str],
+    on_server_death: Callable[[ServerDiedError], None],
+) -> Backend | None:
+    """Start or connect the backend. Called on all ranks; returns None on ranks that have no backend.
+
+    A server process is started on the first rank of each node, on all nodes at the same time. Rank 0 connects to
+    running servers, or uses a fleet. When one node fails, all ranks raise its error at once and the servers of the
+    other nodes are ended.
+    """
+    starts_server = source.fleet is None and not source.servers
+    error = source.validate(placement.nnodes, config.engine_kind)
+    engine = get_engine(config.engine_kind)
+    args = _agree_on_server_args(group, placement, engine, server_args, env, error, starts_server=starts_server)
+    env, cores = _agree_on_devices(group, placement, source, args, env, starts_server=starts_server)
+    backend: Backend | None = None
+    if placement.is_node_leader:
+        try:
+            with may_use_cores(cores):
+                backend = _make_backend(group, source, args, config, env, on_server_death)
+        except VerlServerError as failure:
+            group.fail_all(failure)  # the servers of other nodes wait for this node's server: end them now
+            raise
+    try:
+        group.agree(group.next_call_id("start"), lambda _: None, action_timeout_s=config.timeouts.start_s)
+    except BaseException:
+        if backend is not None:
+            backend.shutdown()
+        raise
+    return backend
+
+
+def _make_backend(
+    group: RankCoordinator,
+    source: BackendSource,
+    args: Json,
+    config: AdapterConfig,
+    env: Mapping[str, str],
+    on_server_death: Callable[[ServerDiedError], None],
+) -> Backend:
+    """The backend of this node's first rank."""
+    if source.fleet is not None:
+        fleet = source.fleet.backend
+        fleet.attach()
+        return fleet
+    if source.servers:
+        return connect_servers(source.servers, config, parse_weight_version(args["weight_version"]))
+    if source.launch_server is False:
+        from verl_server.engine.inprocess import InProcessBackend
+
+        return InProcessBackend(validate_launch_args(args))
+    backend = launch_one_server(args, config, env, check_abort=lambda: group.failure)
+    process = backend.adapter.process
+    assert process is not None
+    process.on_exit(lambda _: on_server_death(process.died(backend.adapter.base_url)))
+    return backend
+
+
+def _agree_on_devices(
+    group: RankCoordinator,
+    placement: Placement,
+    source: BackendSource,
+    args: Json,
+    env: Mapping[str, str],
+    *,
+    starts_server: bool,
+) -> tuple[Mapping[str, str], list[int]]:
+    """The environment of this node's server, and its cores.
+
+    The environment is `env`, and the GPUs that the trainer ranks of the node see together. The cores are those that
+    these ranks may use together: launchers such as srun give each rank the cores next to its GPU. With nnodes=1 the
+    ranks can be on several machines; then those on the machine of the first rank count.
+
+    Rank 0 decides whether a server is started: the other ranks need not know of its `servers` or its `fleet`.
+    All ranks raise BadInputError if a server would see too few GPUs, or if an engine in the process of the first rank
+    would: it sees the GPUs of that rank only.
+    """
+    import torch
+
+    def choose(contributions: list[Json]) -> list[Json]:
+        ranks = len(contributions) // placement.nnodes
+        chosen: list[Json] = []
+        if not starts_server:
+            return [{"visible": None, "cores": []}] * placement.nnodes
+        for node in range(placement.nnodes):
+            on_node = contributions[node * ranks : (node + 1) * ranks]
+            sharing = on_node[:1] if source.launch_server is False else on_node
+            seen = [SeenByRank(**item["seen"]) for item in sharing]
+            visible, cores = seen_by_server(seen, gpus_needed(args, placement.ranks_per_node), on_node[0]["env"])
+            chosen.append({"visible": visible, "cores": cores})
+        return chosen
+
+    own = SeenByRank(os.environ.get(VISIBLE_DEVICES), torch.cuda.device_count(), sorted(allowed_cores()), _machine())
+    contribution = {"env": env.get(VISIBLE_DEVICES), "seen": dataclasses.asdict(own)}
+    call_id = group.next_call_id("devices")
+    chosen = group.agree(call_id, choose, contribution=contribution, action_timeout_s=10.0)[placement.node_rank]
+    visible = chosen["visible"]
+    return (env if visible is None else {**env, VISIBLE_DEVICES: visible}), chosen["cores"]
+
+
+def _machine() -> str | None:
+    """The id of this machine. None in a sandbox without the files of /proc that have it: then all ranks have None."""
+    with contextlib.suppress(OSError):
+        return machine_id()
+    return None
+
+
+@contextlib.contextmanager
+def may_use_cores(cores: Iterable[int]) -> Iterator[None]:
+    """Let this thread also use `cores`, and the processes that the thread starts meanwhile: they inherit its cores."""
+    own = allowed_cores()
+    if not own or own.issuperset(cores):
+        yield
+        return
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; the server then has the cores of this thread
+        os.sched_setaffinity(0, own.union(cores))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, own)
+
+
+def _agree_on_server_args(
+    group: RankCoordinator,
+    placement: Placement,
+    engine: ServerEngine,
+    server_args: Mapping[str, Any],
+    env: Mapping[str, str],
+    error: VerlServerError | None,
+    *,
+    starts_server: bool,
+) -> Json:
+    """The server arguments of rank 0, on all ranks. They differ only in the number of the node.
+
+    With an `error` of this rank, all ranks raise that error. `starts_server`: a server will be started with them.
+    """
+
+    def complete(_: list[Json]) -> Json:
+        args: Json = {**engine.validate_server_args(server_args), "tp_size": placement.tp_size}
+        if starts_server:
+            engine.require_pushable(args, env)
+        args.setdefault("weight_version", "0")
+        if placement.nnodes > 1:
+            completed = complete_server_args(args)
+            args.update({name: completed[name] for name in ("api_key", "admin_api_key")})
+            if not args.get("dist_init_addr"):
+                host = reachable_address()
+                reservation = PortReservation(host)
+                reservation.release()
+                args["dist_init_addr"] = join_host_port(host, reservation.port)
+        return args
+
+    args = dict(group.agree(group.next_call_id("arguments"), complete, error=error, action_timeout_s=10.0))
+    if placement.nnodes > 1:
+        args.update(nnodes=placement.nnodes, node_rank=placement.node_rank)
+        if placement.node_rank > 0:
+            args["port"] = None
+    return args
+
+
+# -- Start updater ----------------------------------------------------------------------------------
+
+M = TypeVar("M", Arena, DoubleBuffer)
+
+
+WHOLE_MODULE_TRANSPORTS = ("shared_memory", "disk")
+"""Transports of engines that load a module only with all of its tensors (`ServerInfo.fused_modules`)."""
+
+
+def start_weight_updater(
+    ranks: EngineRanks, backend: Backend | None, server_args: Mapping[str, Any], config: WeightsConfig
+) -> WeightUpdater:
+    """Agree on the model's tensors and on the transport, and create the staging memory. Called on all ranks."""
+    manifest = _agree_on_manifest(ranks.coordinator, backend, with_absolute_paths(server_args))
+    layout = plan_arena(manifest.tensors)
+
+    def decide(_: list[Json]) -> Json:
+        """Rank 0 chooses the transport and reads the state of the backend."""
+        assert backend is not None
+        transport = _choose_transport(backend, ranks.placement.nnodes, config, layout.size_bytes)
+        released_memory = sorted(backend.released_memory)
+        reads_host_memory = any(member.fused_modules is not None for member in backend.members)
+        return {
+            "transport": transport, "weight_version": backend.weight_version, "released_memory": released_memory,
+            "checksum": choose_algorithm(servers_read_host_memory=reads_host_memory),
+        }  # fmt: skip
+
+    decided = ranks.coordinator.agree(ranks.coordinator.next_call_id("transport"), decide, action_timeout_s=10.0)
+    weight_version, transport = decided["weight_version"], decided["transport"]
+    if is_streamed(transport):
+        updater = _start_streamed(ranks, manifest, weight_version, config, transport)
+    else:
+        updater = _start_staged(ranks, backend, manifest, weight_version, config, transport, decided["checksum"])
+    # A server with random weights gets others when it starts again.
+    is_unchanged = weight_version == parse_weight_version(server_args.get("weight_version"))
+    updater.starts_from_checkpoint = is_unchanged and server_args.get("load_format") != "dummy"
+    updater.released_memory = frozenset(decided["released_memory"])  # not empty for a fleet that was in use before
+    return updater
+
+
+def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, model_bytes: int) -> str:
+    """The name of the transport. `model_bytes`: size of the staging memory for the whole model.
+
+    Raises BadInputError for a transport that does not support several nodes, exceeds `max_staging_bytes`, or needs more
+    memory than is available: the kernel would kill the trainer or the server during the first update.
+    """
+    limit, available = config.max_staging_bytes, available_memory()
+    transport = config.transport
+    if transport == "auto":
+        transport = backend.nearest_transport()
+        exceeds = model_bytes > available or (limit is not None and model_bytes > limit)
+        if transport == "shared_memory" and exceeds and nnodes == 1:
+            transport = "buckets"
+    needs_modules = any(member.fused_modules is not None for member in backend.members)
+    if needs_modules and config.transport == "auto" and is_loopback(backend.trainer_host):
+        transport = "shared_memory"  # all servers are on this machine, whatever the mode of a fleet prefers
+    if needs_modules and transport not in WHOLE_MODULE_TRANSPORTS:
+        raise BadInputError(
+            f"vLLM servers do not take the weight transport {transport!r}: they need all tensors of a module at once. "
+            f"They take {' and '.join(WHOLE_MODULE_TRANSPORTS)}, with a model that fits into this machine's memory a "
+            "second time, and servers on this machine or with a folder that both machines have",
+            argument="transport",
+        )
+    if nnodes > 1 and transport != "shared_memory":
+        raise BadInputError(
+            f"weight transport {transport!r} does not support nnodes={nnodes}: do not set `transport` in WeightsConfig"
+        )
+    other = "" if needs_modules else ", or use WeightsConfig(transport='buckets') on one machine"
+    if limit is not None and model_bytes > limit and not is_streamed(transport):
+        raise BadInputError(
+            f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, more than "
+            f"max_staging_bytes={limit}; raise the limit{other}"
+        )
+    if model_bytes > available and not is_streamed(transport):
+        raise BadInputError(
+            f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, but only "
+            f"{available} bytes are available on this machine or in this container; free memory or raise the limit of "
+            f"the container{other}"
+        )
+    return transport
+
+
+def _start_staged(
+    ranks: EngineRanks,
+    backend: Backend | None,
+    manifest: Manifest,
+    weight_version: int,
+    config: WeightsConfig,
+    transport: str,
+    checksum: str,
+) -> WeightUpdater:
+    """Create an arena on the first rank of each node. With one node, every rank maps that arena if all ranks can."""
+    layout, placement = plan_arena(manifest.tensors), ranks.placement
+    arena = Arena.create(layout) if placement.is_node_leader else None
+    locations = _gather_values(ranks.coordinator, "arena", arena.location if arena else None)
+    shared = False
+    if placement.nnodes == 1:
+        arena, shared = _map_on_all_ranks(ranks.coordinator, arena, lambda: Arena.open(locations[0], layout))
+    arena = arena or Arena.create(layout)  # a rank on another machine: pages that are never written use no memory
+    sender = None
+    if backend is not None:
+        settings = SenderSettings(
+            arena=arena,
+            layout=layout,
+            timeout_s=ranks.timeout_s,
+            arena_locations=locations,
+            ranks_per_node=placement.ranks_per_node if placement.nnodes > 1 else 0,
+            node_rank=placement.node_rank,
+            folder=None if config.folder is None else str(config.folder),
+            host=config.host or backend.trainer_host,
+            checksum=checksum,
+        )
+        logger.info("weights are staged in %.1f MB of memory and go by %s", layout.size_bytes / 1e6, transport)
+        sender = sender_class(transport)(settings)
+    writer_ranks = ranks.global_ranks if shared else frozenset()
+    return StagedUpdater(ranks, manifest, weight_version, layout, arena, writer_ranks, sender, checksum)
+
+
+def _start_streamed(
+    ranks: EngineRanks,
+    manifest: Manifest,
+    weight_version: int,
+    config: WeightsConfig,
+    transport: str,
+) -> WeightUpdater:
+    """Create one double buffer that all ranks write, or, when the buffers lie on GPUs, one on each rank's GPU."""
+    stream, coordinator = stream_class(transport), ranks.coordinator
+    layout = plan_double_buffer(manifest.tensors, config.max_staging_bytes, stream.in_host_memory)
+    is_lead_writer = coordinator.rank == 0 or not stream.in_host_memory
+    if coordinator.size > MAX_WRITERS:
+        raise UnsupportedError(
+            f"{coordinator.size} trainer ranks are more than the {MAX_WRITERS} that can write one buffer"
+        )
+    buffer: DoubleBuffer | None = None
+    description: Any = None
+    failure: VerlServerError | None = None
+    try:
+        if is_lead_writer:
+            buffer = stream.create(layout)
+            description = stream.describe(buffer)
+    except Exception as error:  # noqa: BLE001 - all ranks must raise it
+        failure = (
+            error
+            if isinstance(error, VerlServerError)
+            else VerlServerError(f"the staging memory cannot be created: {type(error).__name__}: {error}")
+        )
+    try:
+        descriptions = _gather_values(coordinator, "double_buffer", description, failure)
+        stream.require_usable(descriptions)
+    except BaseException:
+        if buffer is not None:
+            buffer.close()  # memory of a GPU is not freed automatically
+        raise
+    num_buffers = len(descriptions)
+    logger.info("weights go by %s, through %.1f MB of memory", transport, num_buffers * layout.size_bytes / 1e6)
+    role, writer_ranks = None, ranks.global_ranks if coordinator.size == 1 else frozenset()
+    if stream.in_host_memory:
+        buffer, shared = _map_on_all_ranks(
+            coordinator, buffer, lambda: DoubleBuffer.open(descriptions[0]["location"], layout)
+        )
+        writer_ranks = ranks.global_ranks if shared else frozenset()
+        index, count = (coordinator.rank, coordinator.size) if shared else (0, 1)
+        if shared or is_lead_writer:
+            assert buffer is not None
+            role = BufferRole(buffer, index, count, is_lead_writer, buffer_index=0, num_buffers=num_buffers)
+    else:
+        assert buffer is not None
+        role = BufferRole(buffer, 0, 1, True, buffer_index=coordinator.rank, num_buffers=num_buffers)
+    num_writers = 1 if role is None else role.num_writers
+    buffers = DoubleBuffers(transport, layout, descriptions, num_writers, ranks.timeout_s)
+    return StreamedUpdater(ranks, manifest, weight_version, buffers, role, writer_ranks)
+
+
+def _gather_values(
+    coordinator: RankCoordinator, operation: str, value: Any, error: VerlServerError | None = None
+) -> list[Any]:
+    """The values of all ranks in the order of the ranks, without None. With an `error`, all ranks raise that error."""
+    values: list[Any] = coordinator.agree(
+        coordinator.next_call_id(operation),
+        lambda contributions: [item["value"] for item in contributions if item["value"] is not None],
+        contribution={"value": value},
+        error=error,
+        action_timeout_s=10.0,
+    )
+    return values
+
+
+def _map_on_all_ranks(
+    coordinator: RankCoordinator, created: M | None, open_memory: Callable[[], M]
+) -> tuple[M | None, bool]:
+    """Map the memory that rank 0 created. Returns the mapped memory, and whether every rank has mapped it.
+
+    When a rank cannot map it (it runs on another machine), only the rank that created the memory keeps it; the other
+    ranks get None.
+    """
+    mapped = created
+    if mapped is None:
+        with contextlib.suppress(OSError):  # this rank runs on another machine
+            mapped = open_memory()
+    everywhere = len(_gather_values(coordinator, "mapped", True if mapped is not None else None)) == coordinator.size
+    if not everywhere and created is None and mapped is not None:
+        mapped.close()
+        mapped = None
+    return mapped, everywhere
+
+
+def _agree_on_manifest(
+    coordinator: RankCoordinator, backend: Backend | None, server_args: Mapping[str, Any]
+) -> Manifest:
+    """The tensors that the model of rank 0's server arguments accepts, on all ranks. Rank 0 asks the servers."""
+
+    def describe(_: list[Json]) -> Json:
+        assert backend is not None
+        manifest = read_manifest(server_args, backend.parameter_dtypes())
+        tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
+        return {
+            "tensors": tensors, "optional": sorted(manifest.optional), "ignored": sorted(manifest.ignored),
+            "tied": manifest.tied, "narrowest": dict(manifest.narrowest),
+        }  # fmt: skip
+
+    wire = coordinator.agree(coordinator.next_call_id("manifest"), describe, action_timeout_s=120.0)
+    tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
+    return Manifest(
+        tensors,
+        frozenset(wire["optional"]),
+        frozenset(wire["ignored"]),
+        None if wire["tied"] is None else tuple(wire["tied"]),
+        wire["narrowest"],
+        checkpoint_names_of(server_args),
+    )

@@ -1,1 +1,0 @@
-"""The live page of the gateway: its sessions, and the turns and tokens of each session."""

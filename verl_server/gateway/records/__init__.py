@@ -1,1 +1,0 @@
-"""The files of a gateway: the lock of its folder, and its open records."""

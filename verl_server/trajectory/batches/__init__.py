@@ -1,1 +1,0 @@
-"""Batches for trainers: how recorded paths and sessions become tensors."""

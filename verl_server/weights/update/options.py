@@ -1,0 +1,192 @@
+"""The request for one weight update: its options, their validation, and how its outcome is passed to all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from verl_server.config import PauseMode
+from verl_server.errors import BadInputError, TornWeightsError, VerlServerError, from_wire, to_wire
+from verl_server.types import Json, ServerInfo, WeightUpdateResult
+from verl_server.validation import require_bool
+
+
+@dataclass(frozen=True)
+class UpdateOptions:
+    """The options of an update as the caller gave them (see `VerlEngine.update_weights_from_tensor`)."""
+
+    weight_version: int | None
+    """Version of the new weights. None: the current version plus 1."""
+    verify: bool
+    """Whether checksums and unwritten parameters are checked."""
+    check_finite: bool
+    """Whether tensors with NaN or infinity are refused."""
+    pause_mode: PauseMode | str
+    """What happens to running requests."""
+    flush_cache: bool
+    """Whether the servers' prefix caches are removed."""
+
+
+@dataclass(frozen=True)
+class ValidatedUpdate:
+    """The options of an update after validation, as all ranks use them."""
+
+    weight_version: int
+    """Version of the new weights. Greater than the version before."""
+    verify: bool
+    pause_mode: PauseMode
+    flush_cache: bool
+
+
+def validate_options(options: UpdateOptions, current_version: int) -> ValidatedUpdate:
+    """Validate the options of an update. Raises BadInputError.
+
+    `current_version`: the version that the servers last held whole. A weight version must be an int above it: SGLang
+    labels tokens with the version, and a version that was used before would name two sets of weights. The version of a
+    torn update can be used again, because the servers do not generate with torn weights.
+    """
+    version = current_version + 1 if options.weight_version is None else options.weight_version
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise BadInputError(
+            f"weight_version must be an int, got {version!r} of type {type(version).__name__}: pass a whole number, "
+            "for example the number of the training step"
+        )
+    if version <= current_version:
+        raise BadInputError(f"weight_version must be above the current version {current_version}, got {version}")
+    verify, flush_cache = require_bool("verify", options.verify), require_bool("flush_cache", options.flush_cache)
+    require_bool("check_finite", options.check_finite)
+    if options.pause_mode not in list(PauseMode):
+        raise BadInputError(
+            f"pause_mode {options.pause_mode!r} does not exist; the modes are {[mode.value for mode in PauseMode]}"
+        )
+    if options.pause_mode == PauseMode.IN_PLACE and flush_cache:
+        raise BadInputError("pause_mode 'in_place' keeps the KV cache of running requests: pass flush_cache=False")
+    return ValidatedUpdate(version, verify, PauseMode(options.pause_mode), flush_cache)
+
+
+def torn_error(error: VerlServerError, validated: ValidatedUpdate) -> TornWeightsError:
+    """The error for an update that failed after a server began to load. Keeps the details of `error`."""
+    if isinstance(error, TornWeightsError):
+        return error
+    return TornWeightsError(
+        f"the update to weight version {validated.weight_version} failed half-way: {error.message}. "
+        "Generation stays paused until an update of all tensors succeeds.",
+        cause=type(error).__name__,
+        **error.details,
+    )
+
+
+def torn_to_message(error: TornWeightsError) -> Json:
+    """The error as rank 0 sends it to all ranks: the arguments of `TornWeightsError`."""
+    return {"message": error.message, **error.details}
+
+
+def outcome_message(
+    validated: ValidatedUpdate,
+    torn: TornWeightsError | None = None,
+    resume_error: VerlServerError | None = None,
+    **fields: Any,
+) -> Json:
+    """What rank 0 tells all ranks after an update: the version of the update, and whether the weights are torn.
+
+    `resume_error`: why generation does not continue, although the servers hold the new weights.
+    """
+    torn_message = None if torn is None else torn_to_message(torn)
+    resume_message = None if resume_error is None else to_wire(resume_error)
+    return {"weight_version": validated.weight_version, "torn": torn_message, "resume_error": resume_message, **fields}
+
+
+def raise_resume_error(outcome: Json) -> None:
+    """Raise the error because of which generation does not continue, if there is one in rank 0's message."""
+    if outcome["resume_error"] is not None:
+        error = from_wire(outcome["resume_error"])
+        error.message = (
+            f"weight version {outcome['weight_version']} is loaded and verified, but generation does not continue: "
+            f"{error.message}"
+        )
+        raise error
+
+
+def result_message(**fields: Any) -> Json:
+    """A `WeightUpdateResult` as JSON, without `gather_s`, which each rank measures for itself."""
+    return asdict(WeightUpdateResult(gather_s=math.nan, **fields))
+
+
+# -- Servers ----------------------------------------------------------------------------------------
+# The servers that a weight update is sent to, as the update protocol sees them.
+
+
+class UpdatableServers(Protocol):
+    """One or more inference servers whose weights can be updated together.
+
+    Trainer rank 0 calls the methods in this order: `pause`, `begin_weight_update`, `load`, `end_weight_update`,
+    `published`, `resume`. Every method raises a `VerlServerError` when a server fails. ServerDiedError and
+    ShutDownError mean that no server is left.
+    """
+
+    @property
+    def members(self) -> Sequence[ServerInfo]:
+        """The servers that take part in the next attempt at an update.
+
+        Empty if there is none now, but servers that start later get the weights by `replay`. Otherwise raises
+        ServerDiedError if there is none.
+        """
+
+    @property
+    def undefined_weights(self) -> str | None:
+        """Why the members' weights are undefined, or None. Not None from a resume of released weights, or the notice
+        that a server was started again, until an update of all tensors is published. None while the weights are
+        released: then no update is possible.
+        """
+
+    def check_weights(self) -> int:
+        """Ask the members, before an update, whether they still hold the weights that they were given last.
+
+        Returns a weight version that the next one must exceed. `undefined_weights` is not None afterwards if a member
+        was started again. Raises ServerError, once, if another client has changed the weights.
+        """
+
+    def pause(self, mode: PauseMode) -> None:
+        """Pause generation on every member. `mode` says what happens to running requests."""
+
+    def resume(self) -> None:
+        """Continue generation on every member."""
+
+    def begin_weight_update(self) -> None:
+        """Open a weight update session on every member."""
+
+    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
+        """Make every TP rank of every member call the weight loader (`verl_server.weights.loader.load`).
+
+        `messages` holds the loader's JSON message for each member, in the order of `members`. The method returns when
+        all loaders have returned. Requests that start afterwards carry `weight_version`; None: the messages change no
+        weights. `flush_cache` removes the prefix cache, which was computed with the old weights.
+        """
+
+    def end_weight_update(self) -> None:
+        """Close the weight update session on every member."""
+
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether `leave_out` can leave members out."""
+
+    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
+        """Called when an attempt failed because of the members named `failed`, with the `error` of the attempt.
+
+        Returns whether a member that fails repeatedly is left out of the next attempt, so that another attempt can
+        succeed.
+        """
+
+    def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
+        """Record that all members have loaded and verified weight version `version`. Generation is still paused.
+
+        `whole`: the update contained every parameter in which a member that was started again may differ from the other
+        members, so that its earlier weights do not matter. `replay`: loads all published parameters into other servers
+        later, for example into a server that was started again. None if the trainer does not keep them.
+        """
+
+
+ReplayFn = Callable[[UpdatableServers], None]
+"""Loads the weights that were published last into servers that missed the update. Raises VerlServerError."""
