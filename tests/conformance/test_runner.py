@@ -16,7 +16,7 @@ from verl_server.conformance.case import Case, ModelKind, Outcome, Trial
 from verl_server.conformance.messages import CheckFailedError
 from verl_server.conformance.other_processes import is_running
 from verl_server.conformance.suite import run_cases
-from verl_server.conformance.systems.base import NotOfferedError
+from verl_server.conformance.system import NotOfferedError
 
 NO_SERVER: Mapping[str, Any] = {"no_server": True}
 

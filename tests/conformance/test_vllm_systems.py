@@ -12,7 +12,7 @@ from verl_server.conformance.case import CaseResult, ModelKind, Outcome
 from verl_server.conformance.cases import CASES
 from verl_server.conformance.other_processes import find_vllm_python
 from verl_server.conformance.suite import named_engine, run_suite, small_models
-from verl_server.conformance.systems.base import NotOfferedError
+from verl_server.conformance.system import NotOfferedError
 from verl_server.conformance.systems.vllm import as_options
 from verl_server.errors import BadInputError
 

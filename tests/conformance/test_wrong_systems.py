@@ -20,7 +20,7 @@ from verl_server.conformance.case import Case, CaseResult, Outcome, ServedWeight
 from verl_server.conformance.cases import CASES, faults
 from verl_server.conformance.messages import CheckFailedError, without_paths
 from verl_server.conformance.reference import Reference
-from verl_server.conformance.systems.base import Reply, System
+from verl_server.conformance.system import Reply, System
 from verl_server.conformance.systems.sglang import VerlEngineSystem
 from verl_server.conformance.worker import run_case
 

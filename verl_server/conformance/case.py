@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.conformance.messages import CheckFailedError
 from verl_server.conformance.reference import LOGPROB_LIMIT, NEW_TOKENS, PROMPTS, Weights
-from verl_server.conformance.systems.base import Reply
+from verl_server.conformance.system import Reply
 from verl_server.server.warden.processes import SHM_DIR, find_shared_memory
 from verl_server.types import Json
 
 if TYPE_CHECKING:
     from verl_server.conformance.reference import Reference
-    from verl_server.conformance.systems.base import System
+    from verl_server.conformance.system import System
 
 
 class Outcome(enum.StrEnum):

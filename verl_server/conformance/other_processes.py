@@ -28,7 +28,7 @@ from verl_server.server.environment import (
 from verl_server.server.warden.processes import SHM_DIR, find_shared_memory, remove_shared_memory, start_time
 
 if TYPE_CHECKING:
-    from verl_server.conformance.systems.base import System
+    from verl_server.conformance.system import System
 
 #: Imported once by the process from which trainers are forked.
 TRAINER_IMPORTS = [

@@ -30,7 +30,7 @@ from verl_server.config import RemoteServer
 from verl_server.conformance.case import Case, CaseResult, ModelKind, Outcome
 from verl_server.conformance.cases import CASES
 from verl_server.conformance.other_processes import VllmPython, kill_processes, process_context
-from verl_server.conformance.systems.base import SystemFactory
+from verl_server.conformance.system import SystemFactory
 from verl_server.conformance.systems.sglang import SglangSystem, VerlEngineSystem
 from verl_server.conformance.systems.vllm import VllmSystem
 from verl_server.conformance.worker import READY, Models, worker_main

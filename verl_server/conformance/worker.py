@@ -22,7 +22,7 @@ from verl_server.conformance.case import Case, CaseResult, ModelKind, Outcome, T
 from verl_server.conformance.messages import CheckFailedError, describe, without_paths
 from verl_server.conformance.other_processes import kill_processes
 from verl_server.conformance.reference import Reference
-from verl_server.conformance.systems.base import NotOfferedError, SystemFactory
+from verl_server.conformance.system import NotOfferedError, SystemFactory
 
 Models = Mapping[ModelKind, Path]
 """Folders of the models that the system can serve."""

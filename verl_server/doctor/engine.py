@@ -19,8 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from verl_server import __version__
-from verl_server.adapter.sglang.capabilities import SUPPORTED_VERSIONS, TESTED_VERSION
-from verl_server.adapter.sglang.server_arguments import SGLANG
+from verl_server.adapter.sglang.server_arguments import SGLANG, SUPPORTED_VERSIONS, TESTED_VERSION
 from verl_server.adapter.vllm.server_arguments import VLLM
 from verl_server.doctor.machine import Hardware
 from verl_server.doctor.report import Finding, fail, gib, ok, warn

@@ -12,7 +12,6 @@ from typing import Any
 
 from verl_server.adapter.model_files import ModelFacts, check_lora_paths, find_model_file, read_facts, read_model_config
 from verl_server.adapter.server_engine import ServerEngine
-from verl_server.adapter.sglang.capabilities import SUPPORTED_VERSIONS, TESTED_VERSION
 from verl_server.adapter.sglang.replies import HEALTH, MODEL_INFO, PING, READY
 from verl_server.config import AdapterConfig, MemoryTag
 from verl_server.errors import BadInputError, UnsupportedError
@@ -29,6 +28,11 @@ from verl_server.validation import (
     require_whole_number,
     to_plain,
 )
+
+#: Lowest and highest supported version. `verl-server doctor` warns about other versions, which may work too.
+SUPPORTED_VERSIONS = ("0.5.15", "0.5.23")
+#: The version that CI runs all tests with. The differences of the other supported versions are probed.
+TESTED_VERSION = "0.5.23"
 
 # -- Tensor parallel --------------------------------------------------------------------------------
 # Which numbers of tensor parallel ranks divide a model in SGLang.

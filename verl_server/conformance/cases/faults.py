@@ -32,7 +32,7 @@ from verl_server.conformance.other_processes import (
     wait_for_end,
 )
 from verl_server.conformance.reference import Interceptor, Weights, describe_gap, require_gap
-from verl_server.conformance.systems.base import NotOfferedError
+from verl_server.conformance.system import NotOfferedError
 from verl_server.errors import ServerError
 from verl_server.types import Json
 

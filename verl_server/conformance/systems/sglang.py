@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import EngineKind, PauseMode, RemoteServer
 from verl_server.conformance.other_processes import kill_processes
-from verl_server.conformance.systems.base import (
+from verl_server.conformance.system import (
     FINISH_PATH,
     LOAD_PATH,
     NotOfferedError,

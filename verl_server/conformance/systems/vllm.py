@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from verl_server.adapter.vllm.replies import parse_generation
 from verl_server.conformance.other_processes import kill_processes
-from verl_server.conformance.systems.base import NotOfferedError, Reply, as_reply, post
+from verl_server.conformance.system import NotOfferedError, Reply, as_reply, post
 from verl_server.server.environment import ServerPython
 from verl_server.server.launch import PortReservation
 from verl_server.server.warden.processes import find_shared_memory, remove_shared_memory
