@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import orjson
 from aiohttp import web
 
-from verl_server.platforms.scheduler_hooks import RELEASED_MEMORY
+from verl_server.platforms.server_report import RELEASED_MEMORY
 from verl_server.server.launch import join_host_port
 
 

@@ -16,7 +16,7 @@ from model_families import FAMILIES, ROUTER_BIAS, make_family_model, save_family
 from safetensors.torch import load_file, save_file
 
 from verl_server.errors import BadInputError, WeightManifestError
-from verl_server.platforms.parameter_dtypes import served_dtypes
+from verl_server.platforms.server_report import served_dtypes
 from verl_server.router.rl_wire.calls import read_served_manifest
 from verl_server.types import TensorSpec
 from verl_server.weights.manifest import CheckpointNames, Manifest, read_manifest

@@ -21,7 +21,8 @@ from verl_server.adapter.sglang.replies import count_requests
 from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerError, TornWeightsError
 from verl_server.platforms import memory
-from verl_server.platforms.scheduler_hooks import RELEASED_MEMORY, add_state
+from verl_server.platforms.scheduler_hooks import add_state
+from verl_server.platforms.server_report import RELEASED_MEMORY
 
 KV_CACHE = MemoryTag.KV_CACHE.value
 

@@ -167,6 +167,13 @@ def _require_no_cycle(imports: dict[str, set[str]]) -> None:
         pytest.fail(f"these import each other in a cycle: {error.args[1]}")
 
 
+@pytest.mark.parametrize("module", ["adapter.blocking", "cli.app", "gateway", "router.process.router_main"])
+def test_processes_without_tensors_import_no_torch(module: str) -> None:
+    """Torch takes two seconds and 200 MB."""
+    code = f"import sys, verl_server.{module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_lists_of_the_files_of_a_folder_are_complete() -> None:
     """The docstring of a folder can have a line for each file: its name, at least one space, and what it contains."""
     listed = {}

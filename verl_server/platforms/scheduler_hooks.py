@@ -22,17 +22,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES, report_dtypes
+from verl_server.platforms.server_report import PARAMETER_DTYPES, RELEASED_MEMORY, report_dtypes
 
 # -- Http hooks -------------------------------------------------------------------------------------
 # HTTP side of memory release and resume: a scheduler's refusal becomes an HTTP error. And what a scheduler reports.
 #
 # SGLang's own functions wait for the replies of all schedulers and ignore them. It does not report which memory is
 # released: several clients may release and resume the memory of one server, so that none of them knows it from its own
-# calls. Importing this module imports neither torch nor sglang.
-
-RELEASED_MEMORY = "verl_server_released_memory"
-"""Key of the released memory tags, in each element of `internal_states` in a reply to `/server_info`."""
+# calls.
 
 
 class MemoryOccupationRefused(RuntimeError):

@@ -32,7 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES, report_dtypes
+from verl_server.platforms.server_report import PARAMETER_DTYPES, report_dtypes
 from verl_server.types import Json
 from verl_server.vllm_server import register
 from verl_server.vllm_server.cpu_reload import FastLoad, UnknownModuleError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_server.errors import BadInputError, UnsupportedError, WeightManifestError
-from verl_server.platforms.parameter_dtypes import FLOAT_DTYPES, served_dtypes, widest_dtype
+from verl_server.platforms.server_report import FLOAT_DTYPES, served_dtypes, widest_dtype
 from verl_server.types import Json, TensorSpec
 from verl_server.validation import did_you_mean
 from verl_server.weights.arena import SAFETENSORS_DTYPES

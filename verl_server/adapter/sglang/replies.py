@@ -19,8 +19,7 @@ from verl_server.errors import (
     UnsupportedError,
     VerlServerError,
 )
-from verl_server.platforms.parameter_dtypes import PARAMETER_DTYPES
-from verl_server.platforms.scheduler_hooks import RELEASED_MEMORY
+from verl_server.platforms.server_report import PARAMETER_DTYPES, RELEASED_MEMORY
 from verl_server.types import Json, parse_weight_version
 
 # -- Finish reasons ---------------------------------------------------------------------------------

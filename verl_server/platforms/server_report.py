@@ -1,4 +1,4 @@
-"""The dtypes of the parameters of a served model, as a server reports them in its reply to `/server_info`.
+"""What the servers of this library add to their reply to `/server_info`: released memory, dtypes of parameters.
 
 A server reports the dtype of most of its parameters, and the parameters that have another one: SGLang and vLLM keep
 biases of routers and some other parameters of a bfloat16 model in float32. Importing this module imports no torch.
@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+RELEASED_MEMORY = "verl_server_released_memory"
+"""Key of the released memory tags in each element of `internal_states` in a reply to `/server_info`."""
 PARAMETER_DTYPES = "verl_server_parameter_dtypes"
 """Key of the report in each element of `internal_states` in a reply to `/server_info`."""
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
