@@ -55,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *(path for path in python_path if path != here)]))
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
         del os.environ[name]
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_FailureList())
     if FOLDER_VARIABLE in os.environ:
         return
     folder = tempfile.mkdtemp(prefix="verl-server-tests-")
@@ -90,6 +92,26 @@ def _can_run(item: pytest.Item) -> bool:
     marker = item.get_closest_marker("gpu")
     is_rehearsed = device() == "cpu" and marker is not None and marker.kwargs.get("rehearsable", False)
     return marker is None or is_rehearsed or torch.cuda.is_available()
+
+
+class _FailureList:
+    """Names the failed tests last when pytest itself failed. Then pytest leaves out its summary."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.errors: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.names.append(f"{report.when} of {report.nodeid}")
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self.errors.append(str(excrepr))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        if self.errors:
+            print("failed tests:", *self.names, "pytest itself failed:", *self.errors[0].splitlines()[-12:], sep="\n")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

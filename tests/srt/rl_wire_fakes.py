@@ -32,7 +32,7 @@ class FakeServer:
     def __init__(self, name: str, model: Path, version: int = 0) -> None:
         self.name, self.model, self.version = name, model, version
         self.base_url, self.api_key, self.connection = f"http://{name}:1", None, self
-        self.http = SimpleNamespace(on_restart=None)
+        self.http = SimpleNamespace(on_restart=None, process=name)
         self.is_silent = self.is_paused = False
         self.adapters: dict[str, Any] = {}
         self.failures: dict[str, list[VerlServerError]] = {}

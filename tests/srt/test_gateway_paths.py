@@ -197,15 +197,6 @@ def test_the_branch_of_each_request_has_a_name_of_its_own(make: MakeGateway) -> 
     assert names == [str(number) for number in range(6)]
 
 
-def test_a_conversation_that_ends_with_a_turn_is_refused(make: MakeGateway) -> None:
-    gateway = make(lambda prompt: "hello")
-    _, key = gateway.create_session()
-    first = message_of(ask(gateway, key, [user("a")]))
-    reply = ask(gateway, key, [user("a"), first])
-    assert reply.status_code == 400
-    assert "last message" in reply.json()["error"]["message"]
-
-
 DEEP = "[" * 300 + "]" * 300
 
 

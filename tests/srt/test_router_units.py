@@ -355,7 +355,7 @@ def test_router_settings_are_positive_numbers(field: str) -> None:
     if may_be_zero:
         assert getattr(RouterConfig(**{field: 0}), field) == 0
     for bad in (-1, "2", True, *([] if may_be_zero else [0])):
-        with pytest.raises(BadInputError, match=f"RouterConfig.{field} must be a (positive|whole) number"):
+        with pytest.raises(BadInputError, match=f"RouterConfig.{field} must be "):
             RouterConfig(**{field: bad})  # type: ignore[arg-type]
 
 

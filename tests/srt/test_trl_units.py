@@ -165,7 +165,7 @@ def test_sampling_params_cannot_replace_those_of_the_trainer(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sampling_params": ["x"]}, r"sampling_params must be a valid dictionary, got \['x'\]"),
+        ({"sampling_params": ["x"]}, "sampling_params must be a valid dictionary, got a value of type list"),
         ({"sampling_params": "top_k=3"}, "sampling_params must be a valid dictionary, got 'top_k=3'"),
         ({"seed": "3"}, "seed must be a valid integer, got '3'"),
     ],

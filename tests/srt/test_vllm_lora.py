@@ -83,15 +83,19 @@ def test_a_request_without_an_adapter_runs_beside_one_with_it(engine: VerlEngine
     """vLLM computes both in one batch."""
     model = reference_model(checkpoints.folders[0])
     tensors = adapter_for(model, 3)
+    expected = expected_of(merged(model, tensors))
+    engine.update_weights_from_tensor(checkpoints.weights[0])
     engine.load_lora_adapter("beside", tensors.items(), CONFIG)
     running = RunningStream(adapter_of(engine), input_ids=PROMPTS[0], lora_path="beside")
-    running.until_tokens(5)
-    require(engine, checkpoints.expected[0])
-    require(engine, expected_of(merged(model, tensors)), "beside")
-    assert running.is_running
-    adapter_of(engine).abort_request(abort_all=True)
-    running.result()
-    engine.unload_lora_adapter("beside")
+    try:
+        running.until_tokens(5)
+        require(engine, checkpoints.expected[0])
+        require(engine, expected, "beside")
+        assert running.is_running
+    finally:
+        adapter_of(engine).abort_request(abort_all=True)
+        running.result()
+        engine.unload_lora_adapter("beside")
 
 
 def test_a_refused_adapter_and_an_open_update_leave_the_workers_in_step(
