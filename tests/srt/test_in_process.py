@@ -133,6 +133,8 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ('--watermark-config {"key":1}', {"watermark_config": '{"key":1}'}),
     ('--preferred-sampling-params {"top_k":1}', {"preferred_sampling_params": {"top_k": 1}}),
     ("--mem-fraction-static .5", {"mem_fraction_static": 0.5}),
+    ("--mem-fraction-static=8e-1", {"mem_fraction_static": 0.8}),
+    ("--max-running-requests 04", {"max_running_requests": 4}),
     ("--data-parallel-size 2 --expert-parallel-size=04 --pp 3", {"dp_size": 2, "ep_size": 4, "pp_size": 3}),
     ("--pipeline-parallel-size 2 --ep 2 --dp 5 --dp-size 2", {"pp_size": 2, "ep_size": 2, "dp_size": 2}),
     ("--context-length 1k", {"context_length": 1000}),
@@ -145,6 +147,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
 REFUSED_LINES = [
     ("--enable-metrics no", "enable_metrics must be one of True, False, got 'no'"),
     ("--context-length 4K", "argument --context-length: Invalid integer value: '4K'"),
+    ("--dp-size two", "argument --data-parallel-size: invalid int value: 'two'"),
     ("--mem-fraction-static half", "argument --mem-fraction-static: invalid float value: 'half'"),
     ("--preferred-sampling-params {", "argument --preferred-sampling-params: invalid loads value: '{'"),
     ("--dtype", "argument --dtype: expected one argument"),
