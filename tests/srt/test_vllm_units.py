@@ -109,6 +109,7 @@ def test_the_length_has_sglangs_default() -> None:
         ({"top_logprobs_num": 2}, "needs return_logprob=True"),
         ({"return_logprob": True, "top_logprobs_num": 21}, "from 0 to 20"),
         ({"return_logprob": True, "logprob_start_len": 0}, "must be -1"),
+        ({"return_logprob": [True]}, "one prompt, which is not in a list"),
         ({"rid": ""}, "non-empty string"),
         ({"priority": "high"}, "whole number"),
         ({"input_ids": []}, "is empty"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl_server.adapter.sglang.replies import DEFAULT_MAX_NEW_TOKENS
 from verl_server.adapter.sglang.requests import (
     PromptLimits,
+    check_lengths,
     check_token_ids,
     parse_fields,
     parse_sampling_params,
@@ -115,6 +116,7 @@ def generate_payload(
     Without a `rid` the request gets a random id: vLLM runs two requests with the same id, and an abort ends both.
     Raises BadInputError, also for fields that vLLM would ignore.
     """
+    check_lengths(fields, 1, batch=False)
     fields = parse_fields(fields, batch=False)
     if unknown := fields.keys() - REQUEST_FIELDS:
         raise BadInputError(f"there is no request field {min(unknown)!r} for vLLM, which would ignore it silently")
