@@ -255,9 +255,7 @@ def _divide(rank: int, world: int, batches: list[dict[str, Any]]) -> list[str]:
     parse = TypeAdapter(GenerateReqInput).validate_python  # as SGLang's HTTP server does
 
     def normalize(request: Mapping[str, Any]) -> Any:
-        fields = {"sampling_params": None, "prompt": None, **request}
-        named = {name: fields.pop(name) for name in ("prompt", "input_ids", "sampling_params")}
-        parsed = parse(generate_payload(PromptLimits(), **named, rid=None, stream=False, fields=fields))
+        parsed = parse(generate_payload(PromptLimits(), request))
         parsed.normalize_batch_and_arguments()
         return parsed
 

@@ -372,9 +372,7 @@ def test_the_path_prefix_of_a_reverse_proxy_is_kept() -> None:
 def _sampling_params(params: Any) -> Any:
     """The parameters in the body of a request, as the server receives them."""
     prompt = ["a"] if isinstance(params, list) else "a"
-    body = generate_payload(
-        PromptLimits(), prompt=prompt, input_ids=None, sampling_params=params, rid=None, stream=False, fields={}
-    )
+    body = generate_payload(PromptLimits(), {"prompt": prompt, "sampling_params": params})
     return json.loads(encode_json(body))["sampling_params"]
 
 
@@ -425,8 +423,7 @@ def test_sampling_params_that_no_server_accepts(params: Any, message: str) -> No
 
 def _body(limits: PromptLimits, request: dict[str, Any]) -> dict[str, Any]:
     """The body of a request, as the server receives it."""
-    arguments = {name: request.pop(name, None) for name in ("prompt", "sampling_params", "input_ids", "rid")}
-    body: dict[str, Any] = json.loads(encode_json(generate_payload(limits, **arguments, stream=False, fields=request)))
+    body: dict[str, Any] = json.loads(encode_json(generate_payload(limits, request)))
     return body
 
 
@@ -509,12 +506,11 @@ def test_a_field_that_has_one_value_for_all_prompts_of_a_request() -> None:
         _body(PromptLimits(), {"prompt": ["a", "b"], "session_id": ["s", "t"]})
 
 
-@pytest.mark.parametrize("prompts", [{"prompt": ["a", "b"], "input_ids": None}, {"prompt": None, "input_ids": [[1]]}])
-def test_a_stream_takes_one_prompt(prompts: Any) -> None:
-    arguments: Any = {"sampling_params": None, "rid": None, "fields": {}}
-    assert generate_payload(PromptLimits(), **prompts, **arguments, stream=False)
+@pytest.mark.parametrize("request_", [{"prompt": ["a", "b"]}, {"input_ids": [[1]]}])
+def test_a_stream_takes_one_prompt(request_: Any) -> None:
+    assert generate_payload(PromptLimits(), request_)
     with pytest.raises(BadInputError, match="a stream takes one prompt, got a list"):
-        generate_payload(PromptLimits(), **prompts, **arguments, stream=True)
+        generate_payload(PromptLimits(), request_, stream=True)
 
 
 @pytest.mark.parametrize(

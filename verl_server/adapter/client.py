@@ -375,7 +375,11 @@ class AsyncHttpServerEngineAdapter(KnownServer):
         Raises BadInputError for invalid input before it is sent, NotReadyError while memory is released, and
         ServerError when a log probability of an output token is NaN.
         """
-        fields |= {
+        request = {
+            **fields,
+            "prompt": prompt,
+            "sampling_params": sampling_params,
+            "input_ids": input_ids,
             "image_data": image_data,
             "return_logprob": return_logprob,
             "logprob_start_len": logprob_start_len,
@@ -383,11 +387,10 @@ class AsyncHttpServerEngineAdapter(KnownServer):
             "token_ids_logprob": token_ids_logprob,
             "lora_path": lora_path,
             "custom_logit_processor": custom_logit_processor,
+            "rid": rid,
         }
         connection = self.connection
-        body, limits = await self._generate_body(
-            fields, prompt=prompt, sampling_params=sampling_params, input_ids=input_ids, rid=rid
-        )
+        body, limits = await self._generate_body(request)
         connection.requests_in_flight += 1
         try:
             reply = await connection.call(replies.GENERATE, body)
@@ -423,9 +426,8 @@ class AsyncHttpServerEngineAdapter(KnownServer):
         (`TokenizerManager.create_abort_task`). The router gives each attempt an id of its own.
         """
         connection = self.connection
-        body, limits = await self._generate_body(
-            fields, prompt=prompt, sampling_params=sampling_params, input_ids=input_ids, rid=rid, stream=True
-        )
+        request = {**fields, "prompt": prompt, "sampling_params": sampling_params, "input_ids": input_ids, "rid": rid}
+        body, limits = await self._generate_body(request, stream=True)
         server_args = await connection.get_resolved_args()
         _limit_stream_events(body, limits, server_args)
         is_incremental = server_args.get("incremental_streaming_output")
@@ -808,15 +810,12 @@ class AsyncHttpServerEngineAdapter(KnownServer):
         else:
             self.fail(self.process.died(self.base_url))
 
-    async def _generate_body(
-        self, fields: Json, *, sampling_params: Any, stream: bool = False, **prompt: Any
-    ) -> tuple[Json, PromptLimits]:
+    async def _generate_body(self, request: Json, *, stream: bool = False) -> tuple[Json, PromptLimits]:
         """The checked body of `/generate`, and the limits of the server that it was checked with."""
         await self._require_memory()
-        await self.connection.require_known_fields(fields)
+        await self.connection.require_known_fields(request)
         limits = await self.connection.get_limits()
-        body = generate_payload(limits, sampling_params=sampling_params, stream=stream, fields=fields, **prompt)
-        return body, limits
+        return generate_payload(limits, request, stream=stream), limits
 
     async def _require_memory(self) -> None:
         """Raise NotReadyError while memory is released. The server is asked only if this adapter knows of a release."""
