@@ -25,7 +25,6 @@ import typer
 from helpers import MARK, marked_processes, wait_until
 from typer.testing import CliRunner
 
-from verl_server.adapter.sglang.server_arguments import validate_server_args
 from verl_server.cli.app import app
 from verl_server.cli.arguments import (
     ADMIN_API_KEY,
@@ -128,9 +127,8 @@ def test_failed_start_prints_the_end_of_the_servers_log(tmp_path: Path) -> None:
     [
         (["--api-key", "secret"], API_KEY),
         (["--admin_api_key=secret"], ADMIN_API_KEY),
-        (["--port=70000"], "65535"),
+        (["--port=70000"], "port must be 0-65535"),
         (["--tp", "3"], "tp_size=3 cannot divide 4 attention heads"),
-        (["--max-total-tokens=-5"], "max_total_tokens must be a whole number of at least 1, got -5"),
         (["--log-dir", "/proc/x"], "log_dir: no file can be created in the folder /proc/x: No such file or directory"),
         (["--log-dir", __file__], f"log_dir: no file can be created in the folder {__file__}: File exists"),
         (["stray"], "stray"),
@@ -246,32 +244,6 @@ def test_names_of_the_tensor_parallel_size(option: str, engine: EngineKind) -> N
     context = commands["launch"].make_context("launch", line)
     assert context.params["tp"] == 2
     assert read_server_args(engine, ["Org/Model", *context.args])["dtype"] == "auto"
-
-
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("--mem-fraction-static .5", {"mem_fraction_static": 0.5}),
-        ("--mem-fraction-static 0.80", {"mem_fraction_static": 0.8}),
-        ("--mem-fraction-static=8e-1", {"mem_fraction_static": 0.8}),
-        ("--max-running-requests 04", {"max_running_requests": 4}),
-        ("--dp-size +2", {"dp_size": 2}),
-        ("--max-total-tokens 007", {"max_total_tokens": 7}),
-        ("--context-length 1.5k", {"context_length": "1.5k"}),
-    ],
-)
-def test_numbers_may_be_written_as_sglang_accepts_them(option: str, expected: dict[str, Any]) -> None:
-    """The checks before the start of the server accept them."""
-    assert validate_server_args(parse_server_args(["Org/Model", *option.split()])) == {
-        "model_path": "Org/Model",
-        **expected,
-    }
-
-
-@pytest.mark.parametrize("option", ["--mem-fraction-static 1.50", "--mem-fraction-static nan", "--dp-size two"])
-def test_numbers_that_no_server_can_have_are_refused_before_it_starts(option: str) -> None:
-    with pytest.raises(BadInputError, match=r"^server argument .* must be a "):
-        validate_server_args(parse_server_args(["Org/Model", *option.split()]))
 
 
 @pytest.mark.parametrize(

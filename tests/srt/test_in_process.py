@@ -133,6 +133,8 @@ LINES: list[tuple[str, dict[str, Any]]] = [
     ('--watermark-config {"key":1}', {"watermark_config": '{"key":1}'}),
     ('--preferred-sampling-params {"top_k":1}', {"preferred_sampling_params": {"top_k": 1}}),
     ("--mem-fraction-static .5", {"mem_fraction_static": 0.5}),
+    ("--mem-fraction-static=8e-1", {"mem_fraction_static": 0.8}),
+    ("--max-running-requests 04", {"max_running_requests": 4}),
     ("--data-parallel-size 2 --expert-parallel-size=04 --pp 3", {"dp_size": 2, "ep_size": 4, "pp_size": 3}),
     ("--pipeline-parallel-size 2 --ep 2 --dp 5 --dp-size 2", {"pp_size": 2, "ep_size": 2, "dp_size": 2}),
     ("--context-length 1k", {"context_length": 1000}),
@@ -145,6 +147,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
 REFUSED_LINES = [
     ("--enable-metrics no", "enable_metrics must be one of True, False, got 'no'"),
     ("--context-length 4K", "argument --context-length: Invalid integer value: '4K'"),
+    ("--dp-size two", "argument --data-parallel-size: invalid int value: 'two'"),
     ("--mem-fraction-static half", "argument --mem-fraction-static: invalid float value: 'half'"),
     ("--preferred-sampling-params {", "argument --preferred-sampling-params: invalid loads value: '{'"),
     ("--dtype", "argument --dtype: expected one argument"),
@@ -252,9 +255,7 @@ def _divide(rank: int, world: int, batches: list[dict[str, Any]]) -> list[str]:
     parse = TypeAdapter(GenerateReqInput).validate_python  # as SGLang's HTTP server does
 
     def normalize(request: Mapping[str, Any]) -> Any:
-        fields = {"sampling_params": None, "prompt": None, **request}
-        named = {name: fields.pop(name) for name in ("prompt", "input_ids", "sampling_params")}
-        parsed = parse(generate_payload(PromptLimits(), **named, rid=None, stream=False, fields=fields))
+        parsed = parse(generate_payload(PromptLimits(), request))
         parsed.normalize_batch_and_arguments()
         return parsed
 

@@ -215,7 +215,7 @@ class CheckingServer(FakeServer):
 
     async def generate(self, **request: Any) -> Any:
         given = {name: request[name] for name in ("sampling_params", "input_ids", "rid")}
-        generate_payload(PromptLimits(vocab_size=100), prompt=None, stream=False, fields={}, **given)
+        generate_payload(PromptLimits(vocab_size=100), given)
         raise AssertionError(request)
 
 

@@ -639,10 +639,9 @@ def test_results_of_the_whole_output_are_not_continued(field: dict[str, Any]) ->
 def test_prompts_are_shorter_than_the_shortest_that_sglang_refuses() -> None:
     """SGLang refuses a prompt of `max_req_input_len` tokens."""
     limits = prompt_limits({"max_req_input_len": 10}, {}, {}, {})
-    body: Any = {"prompt": None, "sampling_params": None, "rid": None, "stream": False, "fields": {}}
-    assert generate_payload(limits, input_ids=[1] * 9, **body)
+    assert generate_payload(limits, {"input_ids": [1] * 9})
     with pytest.raises(BadInputError, match="has 10 tokens; the server accepts at most 9 tokens"):
-        generate_payload(limits, input_ids=[1] * 10, **body)
+        generate_payload(limits, {"input_ids": [1] * 10})
 
 
 def test_incremental_events_are_joined() -> None:

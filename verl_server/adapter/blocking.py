@@ -15,17 +15,15 @@ import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import uvloop
 
-from verl_server.adapter.client import AsyncHttpServerEngineAdapter
+from verl_server.adapter.client import AsyncHttpServerEngineAdapter, KnownServer
 from verl_server.config import AdapterConfig
-from verl_server.errors import BadInputError, ShutDownError, VerlServerError
+from verl_server.errors import BadInputError, ShutDownError
 from verl_server.server.process import (
     AbortCheck,
-    ServerPids,
     Supervisor,
     never_abort,
     raise_open_file_limit,
@@ -177,6 +175,7 @@ class _Call(Generic[R]):
 # -- Blocking ---------------------------------------------------------------------------------------
 
 P = ParamSpec("P")
+Asynchronous = AsyncHttpServerEngineAdapter
 
 
 def _blocking(
@@ -191,7 +190,7 @@ def _blocking(
     return call
 
 
-class HttpServerEngineAdapter:
+class HttpServerEngineAdapter(KnownServer):
     """One server of an inference engine, started in its own process and driven over HTTP with blocking calls.
 
     The constructor returns when the server is ready; `attach` drives a server that already runs. Methods, arguments and
@@ -213,12 +212,13 @@ class HttpServerEngineAdapter:
         """Start a server and wait until it is ready. See `AsyncHttpServerEngineAdapter` for arguments and errors."""
         self._loop = EventLoopThread()  # first: if there is no thread, no server is started
         try:
-            self.asynchronous = AsyncHttpServerEngineAdapter(
+            asynchronous = AsyncHttpServerEngineAdapter(
                 model_path, config=config, env=env, check_abort=check_abort, **server_args
             )
         except BaseException:
             self._loop.close()
             raise
+        self._drive(asynchronous)
 
     @classmethod
     def attach(
@@ -236,40 +236,48 @@ class HttpServerEngineAdapter:
         unless its supervisor is given as `process`.
         """
         self = cls.__new__(cls)
-        self.asynchronous = AsyncHttpServerEngineAdapter.attach(
+        asynchronous = AsyncHttpServerEngineAdapter.attach(
             base_url, api_key=api_key, admin_api_key=admin_api_key, config=config, process=process
         )
         self._loop = EventLoopThread()
+        self._drive(asynchronous)
         return self
 
-    generate = _blocking(AsyncHttpServerEngineAdapter.generate)
-    abort_request = _blocking(AsyncHttpServerEngineAdapter.abort_request)
-    pause_generation = _blocking(AsyncHttpServerEngineAdapter.pause_generation)
-    continue_generation = _blocking(AsyncHttpServerEngineAdapter.continue_generation)
-    flush_cache = _blocking(AsyncHttpServerEngineAdapter.flush_cache)
-    begin_weight_update = _blocking(AsyncHttpServerEngineAdapter.begin_weight_update)
-    end_weight_update = _blocking(AsyncHttpServerEngineAdapter.end_weight_update)
-    update_weights_from_tensor = _blocking(AsyncHttpServerEngineAdapter.update_weights_from_tensor)
-    init_weights_update_group = _blocking(AsyncHttpServerEngineAdapter.init_weights_update_group)
-    destroy_weights_update_group = _blocking(AsyncHttpServerEngineAdapter.destroy_weights_update_group)
-    update_weights_from_distributed = _blocking(AsyncHttpServerEngineAdapter.update_weights_from_distributed)
-    update_weights_from_disk = _blocking(AsyncHttpServerEngineAdapter.update_weights_from_disk)
-    update_weight_version = _blocking(AsyncHttpServerEngineAdapter.update_weight_version)
-    load_lora_adapter = _blocking(AsyncHttpServerEngineAdapter.load_lora_adapter)
-    unload_lora_adapter = _blocking(AsyncHttpServerEngineAdapter.unload_lora_adapter)
-    list_lora_adapters = _blocking(AsyncHttpServerEngineAdapter.list_lora_adapters)
-    weights_checker = _blocking(AsyncHttpServerEngineAdapter.weights_checker)
-    release_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.release_memory_occupation)
-    resume_memory_occupation = _blocking(AsyncHttpServerEngineAdapter.resume_memory_occupation)
-    get_model_info = _blocking(AsyncHttpServerEngineAdapter.get_model_info)
-    get_server_info = _blocking(AsyncHttpServerEngineAdapter.get_server_info)
-    get_loads = _blocking(AsyncHttpServerEngineAdapter.get_loads)
-    is_ready = _blocking(AsyncHttpServerEngineAdapter.is_ready)
-    ping = _blocking(AsyncHttpServerEngineAdapter.ping)
-    health = _blocking(AsyncHttpServerEngineAdapter.health)
-    check_keys = _blocking(AsyncHttpServerEngineAdapter.check_keys)
-    capabilities = _blocking(AsyncHttpServerEngineAdapter.capabilities)
-    fused_modules = _blocking(AsyncHttpServerEngineAdapter.fused_modules)
+    def _drive(self, asynchronous: AsyncHttpServerEngineAdapter) -> None:
+        self.asynchronous = asynchronous
+        self.base_url, self.config = asynchronous.base_url, asynchronous.config
+        self.api_key, self.admin_api_key = asynchronous.api_key, asynchronous.admin_api_key
+        self.process, self.connection = asynchronous.process, asynchronous.connection
+
+    # The table of blocking calls. Signature, types and documentation are those of the asynchronous method.
+    generate = _blocking(Asynchronous.generate)
+    abort_request = _blocking(Asynchronous.abort_request)
+    pause_generation = _blocking(Asynchronous.pause_generation)
+    continue_generation = _blocking(Asynchronous.continue_generation)
+    flush_cache = _blocking(Asynchronous.flush_cache)
+    begin_weight_update = _blocking(Asynchronous.begin_weight_update)
+    end_weight_update = _blocking(Asynchronous.end_weight_update)
+    update_weights_from_tensor = _blocking(Asynchronous.update_weights_from_tensor)
+    init_weights_update_group = _blocking(Asynchronous.init_weights_update_group)
+    destroy_weights_update_group = _blocking(Asynchronous.destroy_weights_update_group)
+    update_weights_from_distributed = _blocking(Asynchronous.update_weights_from_distributed)
+    update_weights_from_disk = _blocking(Asynchronous.update_weights_from_disk)
+    update_weight_version = _blocking(Asynchronous.update_weight_version)
+    load_lora_adapter = _blocking(Asynchronous.load_lora_adapter)
+    unload_lora_adapter = _blocking(Asynchronous.unload_lora_adapter)
+    list_lora_adapters = _blocking(Asynchronous.list_lora_adapters)
+    weights_checker = _blocking(Asynchronous.weights_checker)
+    release_memory_occupation = _blocking(Asynchronous.release_memory_occupation)
+    resume_memory_occupation = _blocking(Asynchronous.resume_memory_occupation)
+    get_model_info = _blocking(Asynchronous.get_model_info)
+    get_server_info = _blocking(Asynchronous.get_server_info)
+    get_loads = _blocking(Asynchronous.get_loads)
+    is_ready = _blocking(Asynchronous.is_ready)
+    ping = _blocking(Asynchronous.ping)
+    health = _blocking(Asynchronous.health)
+    check_keys = _blocking(Asynchronous.check_keys)
+    capabilities = _blocking(Asynchronous.capabilities)
+    fused_modules = _blocking(Asynchronous.fused_modules)
 
     def generate_stream(
         self,
@@ -291,59 +299,6 @@ class HttpServerEngineAdapter:
         finally:
             self._loop.finish(events.aclose())
 
-    @property
-    def base_url(self) -> str:
-        """Base URL of the server, without an endpoint."""
-        return self.asynchronous.base_url
-
-    @property
-    def api_key(self) -> str | None:
-        """Key for generation requests."""
-        return self.asynchronous.api_key
-
-    @property
-    def admin_api_key(self) -> str | None:
-        """Key for weight, memory and control requests."""
-        return self.asynchronous.admin_api_key
-
-    @property
-    def server_args(self) -> Mapping[str, Any]:
-        """Arguments that the server was started with. Empty for an attached server until they are needed."""
-        return self.asynchronous.server_args
-
-    @property
-    def process(self) -> Supervisor | None:
-        """Supervisor of the server's process. None for an attached server."""
-        return self.asynchronous.process
-
-    @property
-    def pids(self) -> ServerPids:
-        """Process ids of the server main, its warden and its workers.
-
-        Raises UnsupportedError for an attached server.
-        """
-        return self.asynchronous.pids
-
-    @property
-    def log_path(self) -> Path | None:
-        """Path of the server's log file. None for a server that was attached or that runs on another machine."""
-        return self.asynchronous.log_path
-
-    @property
-    def paused(self) -> bool:
-        """Whether this adapter has paused generation."""
-        return self.asynchronous.paused
-
-    @property
-    def released_memory(self) -> frozenset[str]:
-        """Memory tags that are released, as of this adapter's last call that released or resumed memory."""
-        return self.asynchronous.released_memory
-
-    @property
-    def needs_continue(self) -> bool:
-        """Internal. Whether a release or a resume of memory has left generation paused."""
-        return self.asynchronous.needs_continue
-
     def shutdown(self) -> None:
         """End the server, unless it was attached, and close the connections. May be called more than once."""
         try:
@@ -361,10 +316,10 @@ class HttpServerEngineAdapter:
 
     # -- internal: called by other folders of this package, no part of the public API -------------------
 
-    end_update_pause = _blocking(AsyncHttpServerEngineAdapter.end_update_pause)
-    prepare_release = _blocking(AsyncHttpServerEngineAdapter.prepare_release)
-    cancel_release = _blocking(AsyncHttpServerEngineAdapter.cancel_release)
-    update_released_memory = _blocking(AsyncHttpServerEngineAdapter.update_released_memory)
+    end_update_pause = _blocking(Asynchronous.end_update_pause)
+    prepare_release = _blocking(Asynchronous.prepare_release)
+    cancel_release = _blocking(Asynchronous.cancel_release)
+    update_released_memory = _blocking(Asynchronous.update_released_memory)
 
     def ask_schedulers(self) -> Future[Json]:
         """Internal. Ask all schedulers for their state, without waiting. They answer between two steps.
@@ -372,10 +327,6 @@ class HttpServerEngineAdapter:
         Raises ShutDownError after `shutdown`.
         """
         return self._loop.submit(self.asynchronous.get_server_info())
-
-    def fail(self, error: VerlServerError) -> None:
-        """Internal. Make every call in flight and every later call raise `error`."""
-        self.asynchronous.fail(error)
 
 
 async def _next_event(events: AsyncGenerator[Json, None]) -> Json | None:

@@ -1,4 +1,4 @@
-"""The HTTP client of one server, with the facts about the server that the adapter keeps between calls."""
+"""The HTTP client of one server, with what the adapter knows of the server between calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from verl_server.adapter.sglang.replies import (
     WEIGHTS_CHECKER,
     Endpoint,
     prompt_limits,
-    released_memory,
     remove_keys,
     require_success,
 )
@@ -110,10 +109,7 @@ class SharedAnswer(Generic[T]):
 
 
 class ServerConnection:
-    """The HTTP client of one server and the server's state as this adapter knows it.
-
-    The modules `generation`, `memory_occupation` and `weight_updates` share one connection object.
-    """
+    """The HTTP client of one server, and what the adapter knows of the server."""
 
     def __init__(self, http: HttpClient, server_args: Mapping[str, Any]) -> None:
         self.http = http
@@ -142,7 +138,7 @@ class ServerConnection:
         self.server_args = self._given_args
         self._resolved_args = SharedAnswer(self.get_server_info)
         self._limits = SharedAnswer(self._read_limits)
-        self._capabilities = SharedAnswer(lambda: probe_capabilities(self.http))
+        self.capabilities = SharedAnswer(lambda: probe_capabilities(self.http))
         self._request_fields = SharedAnswer(lambda: probe_request_fields(self.http))
 
     def note_restart(self) -> None:
@@ -186,15 +182,6 @@ class ServerConnection:
         """The server's arguments with the values that SGLang has chosen (`/server_info`). They are requested once."""
         return await self._resolved_args.get()
 
-    async def update_released_memory(self) -> None:
-        """Ask the server which memory is released. Another client may have released or resumed it.
-
-        A server that does not tell (it runs without the SGLang plugin of this package) leaves what this adapter knows.
-        """
-        released = released_memory(await self.get_server_info())
-        if released is not None:
-            self.released_memory = released
-
     async def get_tp_size(self) -> int:
         return int((await self.get_server_args()).get("tp_size") or 1)
 
@@ -218,7 +205,3 @@ class ServerConnection:
         """
         if unlisted := unlisted_fields(fields):
             require_known_fields(unlisted, await self._request_fields.get())
-
-    async def get_capabilities(self) -> Capabilities:
-        """Abilities of this version of SGLang. They are probed once."""
-        return await self._capabilities.get()

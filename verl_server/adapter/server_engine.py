@@ -5,16 +5,26 @@ A running server needs no such knowledge: the servers of both kinds answer the s
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl_server.config import AdapterConfig
+from verl_server.errors import BadInputError
 from verl_server.server.launch import LaunchedServer
 from verl_server.server.process import AbortCheck
+from verl_server.server.warden.warden import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
+from verl_server.validation import require_key, require_model_path
 
 ServerArgs = Mapping[str, Any]
+#: Server arguments that hold keys.
+SECRET_ARGUMENTS = ("api_key", "admin_api_key")
+DEFAULT_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -39,3 +49,45 @@ class ServerEngine:
     place_on_devices: Callable[[ServerArgs, Mapping[str, str], int, int], tuple[Json, Mapping[str, str]]]
     """Returns arguments and environment variables of a server that uses a number of accelerators. The last arguments:
     index of its first one among the visible accelerators, and their number."""
+
+
+# -- Server arguments -------------------------------------------------------------------------------
+# What holds for the server arguments of both engines. All other values are checked by the engine's own parser.
+
+
+def require_common_args(args: ServerArgs) -> None:
+    """Raise BadInputError for arguments that no server of this library can have.
+
+    They are: no model or a model folder that is missing, a key that the log of the server cannot hide, and a value that
+    cannot travel to the server process as JSON. A relative model without `./` may be the name of a model on a hub.
+    """
+    model = require_model_path(args)
+    if model.startswith(("/", "./", "../", "~")) and not Path(os.path.expanduser(model)).exists():
+        raise BadInputError(f"model_path does not exist: {model}", argument="model_path")
+    for name in SECRET_ARGUMENTS:
+        if args.get(name) not in (None, ""):  # these ask for a random key
+            require_key(name, args[name], MIN_SECRET_CHARACTERS)
+    for name, value in args.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise BadInputError(
+                f"server argument {name!r} must be a plain JSON value to travel to the server process, "
+                f"got {type(value).__name__}: {error}. If {name!r} is not meant for the server, check the spelling",
+                argument=name,
+            ) from error
+
+
+def require_free_port(server_args: ServerArgs) -> None:
+    """Raise BadInputError for a replica of a fleet with a port."""
+    if server_args.get("port") is not None:
+        raise BadInputError(
+            "each replica chooses a free port: leave port out, and read the URLs from the `replicas` of the fleet",
+            argument="port",
+        )
+
+
+def with_address_and_keys(args: ServerArgs) -> Json:
+    """A copy with a loopback host and two random keys where none are given."""
+    keys = {name: args.get(name) or secrets.token_urlsafe(32) for name in SECRET_ARGUMENTS}
+    return {**args, "host": args.get("host") or DEFAULT_HOST, **keys}

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from verl_server.adapter.sglang.server_arguments import NUMBER_TYPES
 from verl_server.config import ENGINE, SERVER_PYTHON, EngineKind
 from verl_server.errors import BadInputError
 from verl_server.server.warden.warden import MIN_SECRET_CHARACTERS
@@ -247,11 +246,10 @@ PARALLEL_SIZE = re.compile(r"(pipeline|data|expert)_parallel_size|[pde]p")
 def read_server_args(engine: EngineKind, args: Sequence[str]) -> dict[str, Any]:
     """Read MODEL and the engine's arguments from a command line: `--name value`, `--name=value`, `--name v1 v2`.
 
-    A bool is True as `--name` or `--name true`, and False as `--no-name` or `--name false`. Numbers that are needed
-    before the server starts are parsed as SGLang parses them (`NUMBER_TYPES`), others if they lose no digit. The
-    server, which has the engine's own parser, reads all other texts and refuses names that the engine does not have.
-    vLLM's arguments are parsed as JSON. Raises BadInputError for an argument that cannot be read, and for keys, because
-    other users of the machine can read a command line.
+    A bool is True as `--name` or `--name true`, and False as `--no-name` or `--name false`. Numbers are parsed if they
+    lose no digit. The server, which has the engine's own parser, reads all other texts and refuses names that the
+    engine does not have. vLLM's arguments are parsed as JSON. Raises BadInputError for an argument that cannot be read,
+    and for keys, because other users of the machine can read a command line.
     """
     model, options = split_options(args)
     server_args: dict[str, Any] = {"model_path": model}
@@ -263,7 +261,7 @@ def read_server_args(engine: EngineKind, args: Sequence[str]) -> dict[str, Any]:
             raise key_on_command_line(written, name)
         if name in RENAMED_ARGUMENTS:
             raise BadInputError(f"{written} is not an option of this command; use {RENAMED_ARGUMENTS[name]}")
-        values = [_read_value(engine, name, text) for text in texts]
+        values = [_read_value(engine, text) for text in texts]
         if not values and name.startswith("no_"):
             server_args[name.removeprefix("no_")] = False
         else:
@@ -279,11 +277,9 @@ def read_server_args(engine: EngineKind, args: Sequence[str]) -> dict[str, Any]:
     return server_args
 
 
-def _read_value(engine: EngineKind, name: str, text: str) -> Any:
+def _read_value(engine: EngineKind, text: str) -> Any:
     """`text` as JSON, or `text` itself if it is no JSON. For SGLang only bools and numbers, see `read_server_args`."""
     try:
-        if engine is EngineKind.SGLANG and name in NUMBER_TYPES:
-            return NUMBER_TYPES[name](text)
         value = json.loads(text.lower() if text.lower() in ("true", "false") else text)
     except ValueError:
         return text

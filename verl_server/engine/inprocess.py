@@ -110,12 +110,9 @@ class InProcessBackend:
         """Keyword arguments of `sglang.Engine.generate`. Raises BadInputError and NotReadyError."""
         if self._released_memory:
             raise NotReadyError(f"{sorted(self._released_memory)} is released; call resume_memory_occupation first")
-        checked = ("prompt", "sampling_params", "input_ids", "rid")
-        fields = {name: value for name, value in request.items() if name not in checked and value is not None}
-        require_known_fields(fields, inspect.signature(self._engine.generate).parameters)
-        body = generate_payload(
-            self._limits, stream=False, fields=fields, **{name: request.get(name) for name in checked}
-        )
+        given = {name: value for name, value in request.items() if value is not None}
+        require_known_fields(given, inspect.signature(self._engine.generate).parameters)
+        body = generate_payload(self._limits, given)
         if "text" in body:
             body["prompt"] = body.pop("text")
         return body

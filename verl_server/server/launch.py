@@ -48,10 +48,10 @@ class PortReservation:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port or 0))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             self._socket.close()
             raise BadInputError(
-                f"cannot bind {host} port {port or 'any'}: {error.strerror}. "
+                f"cannot bind {host} port {port or 'any'}: {getattr(error, 'strerror', error)}. "
                 "Choose another `port` (or leave it out) and a `host` of this machine."
             ) from error
         self.port: int = self._socket.getsockname()[1]

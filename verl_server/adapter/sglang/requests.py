@@ -302,9 +302,9 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def unlisted_fields(fields: Mapping[str, Any]) -> list[str]:
-    """Names of the fields that are not in `REQUEST_FIELDS`, without those of None and without `stream=False`."""
+    """Names of the fields that not every server has, without those of None and without `stream=False`."""
     given = [name for name, value in fields.items() if value is not None and (name, value) != ("stream", False)]
-    return [name for name in given if name not in REQUEST_FIELDS]
+    return [name for name in given if name not in REQUEST_FIELDS and name not in _PARSED_FIELDS]
 
 
 def require_known_fields(names: Collection[str], server_fields: Collection[str]) -> None:
@@ -417,6 +417,8 @@ def explain_refusal(error: VerlServerError, sampling_params: Any) -> VerlServerE
 
 # -- Requests ---------------------------------------------------------------------------------------
 
+#: Fields of a request that `generate_payload` reads itself.
+_PARSED_FIELDS = ("prompt", "input_ids", "sampling_params", "rid")
 #: Number of tokens below which the built-in `max` is faster than numpy.
 _SHORT_PROMPT_TOKENS = 256
 
@@ -445,20 +447,12 @@ def require_token_ids(name: str, value: Any) -> None:
         raise BadInputError(f"{name} must be a list of token ids, got {type(value).__name__}{tolist_hint(value)}")
 
 
-def generate_payload(
-    limits: PromptLimits,
-    *,
-    prompt: str | Sequence[str] | None,
-    sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-    input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-    rid: str | Sequence[str] | None,
-    stream: bool,
-    fields: Mapping[str, Any],
-) -> Json:
-    """The body of `/generate`. `fields` are further fields of SGLang's `GenerateReqInput`; those of None are left out.
+def generate_payload(limits: PromptLimits, request: Mapping[str, Any], *, stream: bool = False) -> Json:
+    """The body of `/generate`. `request`: fields of SGLang's `GenerateReqInput`, and `prompt` for its `text`.
 
-    Raises BadInputError before anything is sent.
+    Fields of None are left out. Raises BadInputError before anything is sent.
     """
+    prompt, input_ids, sampling_params, rid = (request.get(name) for name in _PARSED_FIELDS)
     require((prompt is None) != (input_ids is None), "give either `prompt` or `input_ids`, not both or none")
     batch = is_batch(prompt, input_ids)
     require(not (stream and batch), "a stream takes one prompt, got a list: make one call per prompt")
@@ -466,11 +460,12 @@ def generate_payload(
     if rid is not None:
         rids = rid if is_list(rid) else [rid]
         require(all(isinstance(r, str) and r for r in rids), f"rid must be a non-empty string, got {rid!r}")
-    fields = batch_fields(fields) if batch else fields
-    check_lengths({**fields, "sampling_params": sampling_params, "rid": rid}, num_prompts, batch=batch)
+    request = batch_fields(request) if batch else request
+    check_lengths(request, num_prompts, batch=batch)
     all_params = _parse_all_sampling_params(sampling_params)
     plain = plain_prompts({"prompt": prompt, "input_ids": input_ids})
     body: Json = {"text": plain["prompt"], "input_ids": plain["input_ids"], "sampling_params": all_params, "rid": rid}
+    fields = {name: value for name, value in request.items() if name not in _PARSED_FIELDS}
     body.update(parse_fields(fields, batch=batch))
     if limits.vocab_size is not None:
         _check_vocabulary(body, limits.vocab_size)
@@ -484,14 +479,14 @@ def _check_input_ids(input_ids: Any, limits: PromptLimits) -> int:
     require_token_ids("input_ids", input_ids)
     require(len(input_ids) > 0, "input_ids is empty: a prompt needs at least one token")
     if not is_batch(None, input_ids):
-        _check_token_ids(input_ids, "input_ids", limits)
+        check_token_ids(input_ids, "input_ids", limits)
         return 1
     for index, token_ids in enumerate(input_ids):
-        _check_token_ids(token_ids, f"input_ids[{index}]", limits)
+        check_token_ids(token_ids, f"input_ids[{index}]", limits)
     return len(input_ids)
 
 
-def _check_token_ids(token_ids: Any, name: str, limits: PromptLimits) -> None:
+def check_token_ids(token_ids: Any, name: str, limits: PromptLimits) -> None:
     """Check one prompt. On the hot path: takes about 1 microsecond for a short prompt and 0.3 ms for 32k tokens."""
     require_token_ids(name, token_ids)
     if not token_ids:

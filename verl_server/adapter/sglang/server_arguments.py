@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 from verl_server.adapter.model_files import ModelFacts, check_lora_paths, find_model_file, read_facts, read_model_config
-from verl_server.adapter.server_engine import ServerEngine
+from verl_server.adapter.server_engine import (
+    SECRET_ARGUMENTS,
+    ServerEngine,
+    require_common_args,
+    require_free_port,
+    with_address_and_keys,
+)
 from verl_server.adapter.sglang.replies import HEALTH, MODEL_INFO, PING, READY
 from verl_server.config import AdapterConfig, MemoryTag
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.environment import EngineProfile
 from verl_server.server.launch import LaunchedServer, launch_server
 from verl_server.server.process import AbortCheck, never_abort
-from verl_server.server.warden.warden import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
 from verl_server.validation import (
-    is_finite_number,
     is_list,
-    require_key,
-    require_model_path,
-    require_whole_number,
     to_plain,
 )
 
@@ -101,19 +101,6 @@ def _indivisible_heads(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[str]
 #: Import path of the weight loader that runs inside the server (`weights/loader.py`). It is both an element of the
 #: server argument `custom_weight_loader` and the `load_format` of our weight updates.
 WEIGHT_LOADER = "verl_server.weights.loader.load"
-#: Server arguments that hold keys.
-SECRET_ARGUMENTS = ("api_key", "admin_api_key")
-DEFAULT_HOST = "127.0.0.1"
-MAX_PORT = 65535
-#: Smallest values of server arguments. SGLang does not check them: its server fails later with another error.
-WHOLE_NUMBERS = {
-    "tp_size": 1, "pp_size": 1, "dp_size": 1, "ep_size": 1, "nnodes": 1, "node_rank": 0, "base_gpu_id": 0,
-    "gpu_id_step": 1,
-    "context_length": 1, "max_total_tokens": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "page_size": 1,
-    "max_lora_rank": 1, "max_loras_per_batch": 1, "port": 0,
-}  # fmt: skip
-#: How a text is read for each number that is checked before the server starts, as SGLang's own parser reads it.
-NUMBER_TYPES: dict[str, type] = {**dict.fromkeys(WHOLE_NUMBERS, int), "mem_fraction_static": float}
 #: Server arguments that name a file or a folder which the server reads. Some of them can also be a name on a hub.
 READ_PATHS = (
     "model_path", "tokenizer_path", "speculative_draft_model_path", "uno_lora_path", "chat_template",
@@ -135,8 +122,6 @@ OTHER_ROLES = {
 GPU_PLACEMENT = {"base_gpu_id": (None, 0), "gpu_id_step": (None, 1)}
 #: Label of the checkpoint's weights. SGLang's own default is "default", which is no number.
 FIRST_WEIGHT_VERSION = "0"
-#: Arguments for which SGLang's parser reads a number with a unit, for example 32k.
-NUMBERS_WITH_UNIT = ("context_length", "max_total_tokens", "max_prefill_tokens")
 
 
 def complete_server_args(server_args: Mapping[str, Any]) -> Json:
@@ -146,10 +131,7 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     appended to `custom_weight_loader`. Names must be fields of SGLang's `ServerArgs`; command-line short forms such
     as `tp` are not translated. Raises BadInputError.
     """
-    args = validate_launch_args(server_args)
-    args["host"] = args.get("host") or DEFAULT_HOST
-    for name in SECRET_ARGUMENTS:
-        args[name] = require_key(name, args.get(name) or secrets.token_urlsafe(32))
+    args = with_address_and_keys(validate_launch_args(server_args))
     version = args.get("weight_version")
     args["weight_version"] = FIRST_WEIGHT_VERSION if version is None else str(version)
     loaders = args.get("custom_weight_loader") or []
@@ -170,11 +152,7 @@ def add_fleet_defaults(server_args: Mapping[str, Any], has_sglang_router: bool) 
 
 def validate_fleet_args(server_args: Mapping[str, Any]) -> Json:
     """`validate_server_args` for the replicas of a fleet, which chooses the port and the GPUs of each replica."""
-    if server_args.get("port") is not None:
-        raise BadInputError(
-            "each replica chooses a free port: leave port out, and read the URLs from the `replicas` of the fleet",
-            argument="port",
-        )
+    require_free_port(server_args)
     if server_args.get("preferred_sampling_params"):
         raise BadInputError(
             "preferred_sampling_params is refused: the server adds these parameters to each request, but the router of "
@@ -204,25 +182,13 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """Return a copy of `server_args` that can travel to the server process as JSON.
 
     Paths, numbers of numpy and torch dtypes are converted, and paths are made absolute (`with_absolute_paths`). Raises
-    BadInputError for another value that is not plain JSON, a model path that does not exist, a short key, a
-    number that no server can have, and a LoRA adapter on this machine that SGLang would serve wrongly. Raises
-    UnsupportedError for a server that cannot generate by itself (`require_generating_server`).
+    BadInputError for what no server can have (`require_common_args`), and for a LoRA adapter on this machine that
+    SGLang would serve wrongly. Raises UnsupportedError for a server that cannot generate by itself
+    (`require_generating_server`). SGLang's own parser checks the rest when the server starts.
     """
     args = with_absolute_paths(to_plain(server_args))
     require_generating_server(args)
-    args["model_path"] = _validate_model_path(require_model_path(args))
-    for name in SECRET_ARGUMENTS:
-        _validate_key(name, args.get(name))
-    for name, value in args.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise BadInputError(
-                f"server argument {name!r} must be a plain JSON value to travel to the server process, "
-                f"got {type(value).__name__}: {error}. If {name!r} is not meant for SGLang, check the spelling",
-                argument=name,
-            ) from error
-    _validate_numbers(args)
+    require_common_args(args)
     check_lora_paths(args.get("lora_paths"))
     return args
 
@@ -312,41 +278,6 @@ def require_lora(server_args: Mapping[str, Any]) -> None:
             "Start the server with enable_lora=True, max_lora_rank and lora_target_modules",
             argument="enable_lora",
         )
-
-
-def _validate_key(name: str, key: Any) -> None:
-    """Raise BadInputError for a key that the log of the server cannot hide. None and "" ask for a random key."""
-    if key in (None, ""):
-        return
-    if not isinstance(key, str) or len(key) < MIN_SECRET_CHARACTERS:
-        got = f"{len(key)} characters" if isinstance(key, str) else type(key).__name__
-        raise BadInputError(
-            f"{name} must be a string of at least {MIN_SECRET_CHARACTERS} characters, got {got}. Leave it out for a "
-            "random key",
-            argument=name,
-        )
-
-
-def _validate_numbers(args: Mapping[str, Any]) -> None:
-    for name, minimum in WHOLE_NUMBERS.items():
-        value = args.get(name)
-        if value is not None and not (isinstance(value, str) and name in NUMBERS_WITH_UNIT):
-            require_whole_number(f"server argument {name}", value, minimum)
-    if (args.get("port") or 0) > MAX_PORT:
-        raise BadInputError(f"server argument port must be at most {MAX_PORT}, got {args['port']}")
-    fraction = args.get("mem_fraction_static")
-    if fraction is not None and not (is_finite_number(fraction) and 0 < fraction < 1):
-        raise BadInputError(f"server argument mem_fraction_static must be a number between 0 and 1, got {fraction!r}")
-
-
-def _validate_model_path(model_path: str) -> str:
-    """Raise BadInputError when a folder does not exist, before a process is started.
-
-    A relative name without `./` may be the name of a model on a hub and is accepted.
-    """
-    if model_path.startswith(("/", "./", "../", "~")) and not Path(model_path).exists():
-        raise BadInputError(f"model_path does not exist: {model_path}")
-    return model_path
 
 
 # -- Pushable ---------------------------------------------------------------------------------------

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from verl_server.adapter.sglang import replies
+from verl_server.adapter.sglang.replies import MAX_MESSAGE_CHARACTERS, error_message
 from verl_server.adapter.vllm.requests import RETURNED_ID_PREFIX
-from verl_server.errors import BadInputError, NotReadyError, ServerError, VerlServerError
+from verl_server.errors import BadInputError, ServerError, VerlServerError
 from verl_server.types import Json, parse_weight_version
 
-MAX_MESSAGE_CHARACTERS = 2000
 #: vLLM's finish reason when the server ended a request because its text repeats itself.
 REPETITION = "repetition"
 #: SGLang's finish reason of an aborted request.
@@ -128,16 +129,10 @@ def parse_finish_reason(choice: Mapping[str, Any], num_tokens: int) -> Json | No
 
 def error_from_reply(status: int, url: str, body: Any) -> VerlServerError:
     """The typed error for a reply whose HTTP status is not a success."""
-    inner = body.get("error", body) if isinstance(body, dict) else body
-    message = str(inner.get("message", inner) if isinstance(inner, dict) else inner)[:MAX_MESSAGE_CHARACTERS].strip()
-    details: Json = {"status": status, "url": url, "body": message or "(no message)"}
-    if status in (400, 404, 413, 422):
-        return BadInputError(f"{url} refused the request ({status}): {message}", **details)
-    if status == 401:
-        return ServerError(f"{url} refused the key (401)", **details)
-    if status == 503:
-        return NotReadyError(f"{url} is not ready (503): {message}", **details)
-    return ServerError(f"{url} failed ({status}): {message}", **details)
+    if status == 404:  # a model that vLLM does not have: the name of a LoRA adapter
+        message = error_message(body)[:MAX_MESSAGE_CHARACTERS]
+        return BadInputError(f"{url} refused the request (404): {message}", status=404, url=url, body=message)
+    return replies.error_from_reply(status, url, body)
 
 
 # -- Stream -----------------------------------------------------------------------------------------

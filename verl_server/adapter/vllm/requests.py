@@ -6,14 +6,23 @@ import base64
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_server.adapter.sglang.replies import DEFAULT_MAX_NEW_TOKENS
+from verl_server.adapter.sglang.requests import (
+    PromptLimits,
+    check_lengths,
+    check_token_ids,
+    parse_fields,
+    parse_sampling_params,
+    weight_version_label,
+)
 from verl_server.config import MemoryTag, PauseMode
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, is_bool, is_finite_number, is_list, is_whole_number, to_plain
+from verl_server.validation import is_whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +34,6 @@ if TYPE_CHECKING:
 # vLLM ignores fields that it does not know, also in `sampling_params`: a misspelled field would have no effect.
 # Therefore every field that is not in these tables is refused.
 
-#: `max_new_tokens` of SGLang for a request without it. vLLM would generate to the end of the context.
-DEFAULT_MAX_NEW_TOKENS = 128
 #: vLLM raises lower temperatures above 0 to this value (`vllm/sampling_params.py`).
 MIN_TEMPERATURE = 0.01
 #: Request fields that have no meaning for vLLM and change no token: SGLang uses them for caches and logs.
@@ -49,107 +56,37 @@ _SAMPLING_NAMES: Mapping[str, str] = {
 _GRAMMARS: Mapping[str, str] = {
     "json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag",
 }  # fmt: skip
-#: vLLM's own names, which a user of vLLM may try.
-_VLLM_NAMES = {
-    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed",
-    "logprobs": "return_logprob=True (with top_logprobs_num=...) of the request",
-    "structured_outputs": "json_schema, regex or ebnf", "guided_json": "json_schema",
-}  # fmt: skip
 
 
 def to_sampling_params(params: Any) -> Json:
     """vLLM's `sampling_params` for SGLang's. Parameters of None are left out. Raises BadInputError.
 
-    `max_new_tokens` of None means no limit, as in SGLang; without the parameter the limit is SGLang's default.
+    `max_new_tokens` of None means no limit, as in SGLang. Without the parameter the limit is SGLang's default, where
+    vLLM would generate to the end of the context.
     """
-    if params is None:
-        params = {}
-    if not isinstance(params, Mapping):
-        raise BadInputError(f"sampling_params must be a dict, got {type(params).__name__}")
     sent: Json = {"max_tokens": DEFAULT_MAX_NEW_TOKENS}
     grammars: Json = {}
-    for name, value in params.items():
+    for name, value in parse_sampling_params({} if params is None else params).items():
         if name == "max_new_tokens" and value is None:
             del sent["max_tokens"]
         if name not in _SAMPLING_NAMES and name not in _GRAMMARS:
-            raise _unknown_parameter(name)
+            raise BadInputError(f"there is no sampling parameter {name!r} for vLLM, which would ignore it silently")
         if value is None:
             continue
         if name in _GRAMMARS:
             grammars[_GRAMMARS[name]] = value
         else:
-            sent[_SAMPLING_NAMES[name]] = _checked(name, value)
+            sent[_SAMPLING_NAMES[name]] = value
+    if 0 < sent.get("temperature", 0) < MIN_TEMPERATURE:
+        raise BadInputError(
+            f"sampling_params['temperature'] must be 0 or at least {MIN_TEMPERATURE} with vLLM, which would replace "
+            f"{sent['temperature']!r} by {MIN_TEMPERATURE}"
+        )
     if len(grammars) > 1:
         raise BadInputError(f"sampling_params has several grammars, {sorted(grammars)}; pass one")
     if grammars:
         sent["structured_outputs"] = grammars
     return sent
-
-
-def _checked(name: str, value: Any) -> Any:
-    """The value as JSON has it. Raises BadInputError for a wrong type; vLLM checks the ranges."""
-    for names, expected, accepts in _KINDS:
-        if name in names and not accepts(value):
-            raise BadInputError(f"sampling_params[{name!r}] must be {expected}, got {value!r:.200}")
-    if name == "temperature" and 0 < value < MIN_TEMPERATURE:
-        raise BadInputError(
-            f"sampling_params['temperature'] must be 0 or at least {MIN_TEMPERATURE} with vLLM, which would replace "
-            f"{value!r} by {MIN_TEMPERATURE}"
-        )
-    if name == "stop_token_ids":
-        return sorted({int(token_id) for token_id in value})
-    if name == "logit_bias":
-        return {str(token_id): float(bias) for token_id, bias in value.items()}
-    return to_plain(value)
-
-
-def _are_token_ids(value: Any) -> bool:
-    is_collection = is_list(value) or isinstance(value, (set, frozenset))
-    return is_collection and all(is_whole_number(item) and item >= 0 for item in value)
-
-
-def _is_logit_bias(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(is_finite_number(bias) for bias in value.values())
-
-
-#: Parameters, the description of their values, and the function that accepts these values.
-_KINDS: Sequence[tuple[frozenset[str], str, Callable[[Any], bool]]] = (
-    (
-        frozenset({"max_new_tokens", "min_new_tokens", "n", "top_k", "sampling_seed", "stream_interval"}),
-        "a whole number",
-        is_whole_number,
-    ),
-    (
-        frozenset({
-            "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-        }),
-        "a finite number",
-        is_finite_number,
-    ),
-    (frozenset({"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"}), "True or False", is_bool),
-    (frozenset({"stop_token_ids"}), "a list of token ids", _are_token_ids),
-    (frozenset({"logit_bias"}), "a dict of finite numbers by token id", _is_logit_bias),
-)  # fmt: skip
-
-
-def _unknown_parameter(name: Any) -> BadInputError:
-    if name in _VLLM_NAMES:
-        return BadInputError(f"sampling parameter {name!r} is called {_VLLM_NAMES[name]} here")
-    if name in REQUEST_FIELDS:
-        return BadInputError(f"{name!r} is no sampling parameter but a field of the request")
-    similar = did_you_mean(str(name), [*_SAMPLING_NAMES, *_GRAMMARS])
-    return BadInputError(f"there is no sampling parameter {name!r} for vLLM{similar}; vLLM would ignore it silently")
-
-
-def require_known_fields(names: Any) -> None:
-    """Raise BadInputError for a request field that vLLM does not have."""
-    for name in names:
-        if name in REQUEST_FIELDS:
-            continue
-        if name in _SAMPLING_NAMES or name in _GRAMMARS:
-            raise BadInputError(f"{name!r} is a sampling parameter: pass it as sampling_params={{{name!r}: ...}}")
-        similar = did_you_mean(str(name), REQUEST_FIELDS)
-        raise BadInputError(f"there is no request field {name!r} for vLLM{similar}; vLLM would ignore it silently")
 
 
 # -- Payloads ---------------------------------------------------------------------------------------
@@ -179,8 +116,11 @@ def generate_payload(
     Without a `rid` the request gets a random id: vLLM runs two requests with the same id, and an abort ends both.
     Raises BadInputError, also for fields that vLLM would ignore.
     """
-    require_known_fields(name for name, value in fields.items() if value is not None)
-    _require_prompt(input_ids)
+    check_lengths(fields, 1, batch=False)
+    fields = parse_fields(fields, batch=False)
+    if unknown := fields.keys() - REQUEST_FIELDS:
+        raise BadInputError(f"there is no request field {min(unknown)!r} for vLLM, which would ignore it silently")
+    check_token_ids(input_ids, "input_ids", PromptLimits())  # vLLM knows its limits
     if rid is not None and not (isinstance(rid, str) and rid):
         raise BadInputError(f"rid must be a non-empty string, got {rid!r}")
     params = to_sampling_params(sampling_params)
@@ -195,8 +135,8 @@ def generate_payload(
     if fields.get("logprob_start_len") not in (None, -1):
         raise BadInputError("logprob_start_len must be -1: log probabilities of prompts are not supported with vLLM")
     if (lora := fields.get("lora_path")) is not None:
-        if not (isinstance(lora, str) and lora):
-            raise BadInputError(f"lora_path must be the name of a loaded LoRA adapter, got {lora!r}")
+        if not lora:
+            raise BadInputError("lora_path must be the name of a loaded LoRA adapter, got an empty one")
         body["model"] = lora
     if (salt := _salt(fields)) is not None:
         body["cache_salt"] = salt
@@ -205,18 +145,6 @@ def generate_payload(
             raise BadInputError(f"priority must be a whole number, got {fields['priority']!r}")
         body["priority"] = int(fields["priority"])
     return body
-
-
-def _require_prompt(input_ids: Any) -> None:
-    if not is_list(input_ids):
-        raise BadInputError(f"input_ids must be a list of token ids, got {type(input_ids).__name__}")
-    if not input_ids:
-        raise BadInputError("input_ids is empty: a prompt needs at least one token")
-    for value in input_ids:
-        if is_list(value):
-            raise BadInputError("a request to vLLM has one prompt: make one request for each prompt")
-        if not is_whole_number(value) or value < 0:
-            raise BadInputError(f"input_ids must hold token ids, which are whole numbers from 0, got {value!r}")
 
 
 def _require_no_truncation(params: Mapping[str, Any]) -> None:
@@ -243,16 +171,14 @@ def _num_logprobs(fields: Mapping[str, Any]) -> int | None:
     vLLM counts a sampled token that is not among the most probable tokens as one of them. With one more, all of the
     most probable tokens are in the reply.
     """
-    wanted, top = fields.get("return_logprob"), fields.get("top_logprobs_num")
-    if wanted is not None and not is_bool(wanted):
-        raise BadInputError(f"return_logprob must be True or False, got {wanted!r}")
-    if top is not None and not (is_whole_number(top) and 0 <= top <= MAX_LOGPROBS):
+    top = fields.get("top_logprobs_num") or 0
+    if top > MAX_LOGPROBS:
         raise BadInputError(f"top_logprobs_num must be a whole number from 0 to {MAX_LOGPROBS}, got {top!r}")
-    if not wanted:
+    if not fields.get("return_logprob"):
         if top:
             raise BadInputError("top_logprobs_num needs return_logprob=True")
         return None
-    return int(top) + 1 if top else 0
+    return top + 1 if top else 0
 
 
 def _salt(fields: Mapping[str, Any]) -> str | None:
@@ -293,9 +219,7 @@ def weight_version_payload(weight_version: int) -> Json:
 
     `/finish_weight_update` could set it too, but it does so although workers have refused the update.
     """
-    if not is_whole_number(weight_version) or weight_version < 0:
-        raise BadInputError(f"weight_version must be a whole number of at least 0, got {weight_version!r}")
-    return {"new_version": str(weight_version)}
+    return {"new_version": weight_version_label(weight_version)}
 
 
 def memory_payload(method: str, tags: Collection[str]) -> Json:

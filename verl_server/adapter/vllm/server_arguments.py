@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from verl_server.adapter.model_files import read_facts, read_model_config
-from verl_server.adapter.server_engine import ServerEngine
+from verl_server.adapter.server_engine import (
+    SECRET_ARGUMENTS,
+    ServerEngine,
+    require_common_args,
+    require_free_port,
+    with_address_and_keys,
+)
 from verl_server.adapter.sglang.replies import MODEL_INFO, READY
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
 from verl_server.adapter.vllm.requests import round_rank
@@ -20,21 +24,9 @@ from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.server.environment import VISIBLE_DEVICES, EngineProfile, parse_devices
 from verl_server.server.launch import LaunchedServer, launch_server
 from verl_server.server.process import AbortCheck, never_abort
-from verl_server.server.warden.warden import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
-from verl_server.validation import (
-    did_you_mean,
-    is_finite_number,
-    require_key,
-    require_model_path,
-    require_whole_number,
-    to_plain,
-)
+from verl_server.validation import to_plain
 
-#: Server arguments that hold keys.
-SECRET_ARGUMENTS = ("api_key", "admin_api_key")
-DEFAULT_HOST = "127.0.0.1"
-MAX_PORT = 65535
 #: SGLang's names of arguments that both engines have, and vLLM's names of the same arguments.
 PLAIN_NAMES: Mapping[str, str] = {
     "model_path": "model", "tokenizer_path": "tokenizer", "tp_size": "tensor_parallel_size",
@@ -42,7 +34,9 @@ PLAIN_NAMES: Mapping[str, str] = {
     "max_loras_per_batch": "max_loras", "max_loaded_loras": "max_cpu_loras",
     "mem_fraction_static": "gpu_memory_utilization", "max_prefill_tokens": "max_num_batched_tokens",
 }  # fmt: skip
-#: Options of vLLM's command line (0.32.0) that are passed on, by the names of `vllm serve` with underscores.
+#: Options of vLLM's command line (0.32.0) that are passed on, by the names of `vllm serve` with underscores. All others
+#: are refused: they do not fit one supervised server, open files to requests, or were not tried with pushed weights,
+#: for example a cache outside the server, or experts that move between ranks.
 VLLM_OPTIONS = frozenset({
     "model", "tokenizer", "tensor_parallel_size", "max_model_len", "max_num_seqs", "seed", "gpu_memory_utilization",
     "max_num_batched_tokens", "served_model_name", "dtype", "revision", "tokenizer_mode", "trust_remote_code",
@@ -60,92 +54,39 @@ OWN_ARGUMENTS = frozenset({
     "enable_memory_saver", "max_total_tokens", "log_level", "host", "port", "weight_version", *SECRET_ARGUMENTS,
     "cpu_kv_cache_gib", "cpu_omp_threads_bind",
 })  # fmt: skip
-#: Options that this library sets or that do not fit one supervised server, and why.
-_SET_HERE = "this library sets it"
-_NOT_BUILT = "it is not supported yet"
-REFUSED: Mapping[str, str] = {
-    "weight_transfer_config": _SET_HERE, "middleware": _SET_HERE, "worker_extension_cls": _SET_HERE,
-    "enable_scale_out": _SET_HERE, "logprobs_mode": f"{_SET_HERE}, so that log probabilities are those of SGLang",
-    "uds": "the server listens on a port of the loopback interface",
-    "api_server_count": "the server has one process for HTTP, which holds the keys",
-    "data_parallel_size": _NOT_BUILT, "dp_size": _NOT_BUILT, "pipeline_parallel_size": _NOT_BUILT,
-    "pp_size": _NOT_BUILT, "nnodes": _NOT_BUILT, "speculative_config": _NOT_BUILT,
-    "node_rank": _NOT_BUILT,
-}  # fmt: skip
-#: SGLang's arguments without a counterpart of the same meaning, and what to use instead.
-OTHERS: Mapping[str, str] = {
-    "disable_cuda_graph": "pass enforce_eager=True",
-    "base_gpu_id": "pass env={'CUDA_VISIBLE_DEVICES': ...} with the GPUs of the server",
-    "gpu_id_step": "pass env={'CUDA_VISIBLE_DEVICES': ...} with the GPUs of the server",
-    "ep_size": "experts are divided by tp_size",
-    "enable_metrics": "vLLM servers always have /metrics",
-    "disable_radix_cache": "pass enable_prefix_caching=False",
-    "chunked_prefill_size": "pass max_prefill_tokens",
-    "sampling_backend": "leave it out: vLLM chooses it",
-}
 ONE_ONLY = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "nnodes")
 """Numbers that may be given if they are 1."""
-BOOLEANS = (
-    "trust_remote_code", "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "enable_sleep_mode",
-    "enable_lora", "fully_sharded_loras", "enable_memory_saver", "disable_log_stats", "enable_log_requests",
-    "skip_tokenizer_init", "disable_custom_all_reduce",
-)  # fmt: skip
-WHOLE_NUMBERS = {
-    "tp_size": 1, "context_length": 1, "max_running_requests": 1, "max_prefill_tokens": 1, "block_size": 1,
-    "random_seed": 0, "max_total_tokens": 1, "max_lora_rank": 1, "max_loras_per_batch": 1,
-    "max_loaded_loras": 1, "port": 0, "cpu_kv_cache_gib": 1,
-}  # fmt: skip
 
 
 def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     """A validated copy of `server_args` with vLLM's names, a loopback host and two random keys.
 
-    Names are those of SGLang where both engines have the argument (`PLAIN_NAMES`), else those of vLLM. Raises
-    BadInputError for an unknown name, before any process is started.
+    Names are those of SGLang where both engines have the argument (`PLAIN_NAMES`), else those of vLLM.
     """
-    args = _rename(validate_server_args(server_args), PLAIN_NAMES)
+    args = with_address_and_keys(_rename(validate_server_args(server_args), PLAIN_NAMES))
     args.pop("lora_target_modules", None)  # vLLM names fused modules there, and takes all modules by default
     if args.get("max_lora_rank") is not None:
         args["max_lora_rank"] = round_rank(args["max_lora_rank"])
-    args["host"] = args.get("host") or DEFAULT_HOST
-    for name in SECRET_ARGUMENTS:
-        args[name] = args.get(name) or secrets.token_urlsafe(32)
     return args
 
 
 def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """A copy of `server_args` that can travel as JSON, with SGLang's names where both engines have the argument.
 
-    Paths are made absolute, and arguments of None are left out. Raises BadInputError for a name that is unknown or
-    refused, for an argument that is given twice, and for a value that no server can have.
+    The path of the model is made absolute, and arguments of None are left out. Raises BadInputError for a name that is
+    refused, for an argument that is given twice, and for what no server can have (`require_common_args`). vLLM's own
+    parser refuses wrong values when the server starts.
     """
     args = _rename(to_plain(server_args), {theirs: ours for ours, theirs in PLAIN_NAMES.items()})
-    args["model_path"] = _existing_model(require_model_path(args))
-    for name, minimum in WHOLE_NUMBERS.items():
-        if args.get(name) is not None:
-            require_whole_number(f"server argument {name}", args[name], minimum)
-    for name in BOOLEANS:
-        if not isinstance(args.get(name, False), bool | None):
-            raise BadInputError(f"server argument {name} must be True or False, got {args[name]!r}", argument=name)
-    if (args.get("port") or 0) > MAX_PORT:
-        raise BadInputError(f"server argument port must be at most {MAX_PORT}, got {args['port']}", argument="port")
-    fraction = args.get("mem_fraction_static")
-    if fraction is not None and not (is_finite_number(fraction) and 0 < fraction < 1):
-        raise BadInputError(f"server argument mem_fraction_static must be between 0 and 1, got {fraction!r}")
-    for name, value in args.items():
-        _require_json(name, value)
-    for name in SECRET_ARGUMENTS:
-        _require_key(name, args.get(name))
+    require_common_args(args)
+    if os.path.exists(path := os.path.expanduser(args["model_path"])):  # else its name on a hub
+        args["model_path"] = str(Path(path).absolute())
     return args
 
 
 def validate_fleet_args(server_args: Mapping[str, Any]) -> Json:
     """`validate_server_args` for the replicas of a fleet, which chooses the port of each replica."""
-    if server_args.get("port") is not None:
-        raise BadInputError(
-            "each replica chooses a free port: leave port out, and read the URLs from the `replicas` of the fleet",
-            argument="port",
-        )
+    require_free_port(server_args)
     return validate_server_args(server_args)
 
 
@@ -184,55 +125,22 @@ def require_divisible_model(server_args: Mapping[str, Any]) -> None:
 
 
 def _rename(server_args: Json, names: Mapping[str, str]) -> Json:
-    """The arguments by other names. Raises BadInputError for unknown, refused and repeated names."""
+    """The arguments by other names. Raises BadInputError for refused and repeated names."""
     args: Json = {}
     known = {*PLAIN_NAMES, *VLLM_OPTIONS, *OWN_ARGUMENTS}
     for name, value in server_args.items():
-        if name in ONE_ONLY and value == 1:
+        if value is None or (name in ONE_ONLY and value == 1):
             continue
-        if name in REFUSED and value is not None:
-            raise BadInputError(f"leave the server argument {name!r} out: {REFUSED[name]}", argument=name)
-        if name not in known and name not in REFUSED:
-            hint = f": {OTHERS[name]}" if name in OTHERS else did_you_mean(name, known)
+        if name not in known:
             raise BadInputError(
-                f"vLLM servers of this library have no argument {name!r}{hint} (docs/vllm.md lists all)", argument=name
+                f"vLLM servers of this library do not take the argument {name!r}: docs/vllm.md lists what they take",
+                argument=name,
             )
         renamed = names.get(name, name)
-        if args.get(renamed) is not None:
+        if renamed in args:
             raise BadInputError(f"{name!r} and {renamed!r} are the same argument; pass one of them", argument=name)
-        if value is not None:
-            args[renamed] = value
+        args[renamed] = value
     return args
-
-
-def _existing_model(model: str) -> str:
-    """The model's absolute path if it is a folder on this machine, else its name on a hub."""
-    path = os.path.expanduser(model)
-    if os.path.exists(path):
-        return str(Path(path).absolute())
-    if model.startswith(("/", "./", "../", "~")):
-        raise BadInputError(f"model_path does not exist: {model}", argument="model_path")
-    return model
-
-
-def _require_json(name: str, value: Any) -> None:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise BadInputError(
-            f"server argument {name!r} must be a plain JSON value, got {type(value).__name__}: {error}", argument=name
-        ) from error
-
-
-def _require_key(name: str, key: Any) -> None:
-    """Raise BadInputError for a key that the log of the server cannot hide. None and "" ask for a random key."""
-    if key not in (None, ""):
-        require_key(name, key)
-    if key and len(key) < MIN_SECRET_CHARACTERS:
-        raise BadInputError(
-            f"{name} must be a string of at least {MIN_SECRET_CHARACTERS} characters; leave it out for a random key",
-            argument=name,
-        )
 
 
 # -- Launch -----------------------------------------------------------------------------------------

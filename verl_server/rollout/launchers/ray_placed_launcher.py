@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.adapter.sglang.server_arguments import SECRET_ARGUMENTS
+from verl_server.adapter.server_engine import SECRET_ARGUMENTS
 from verl_server.config import AdapterConfig
 from verl_server.errors import StartupError, from_wire
 from verl_server.ranks.placement import machine_id
