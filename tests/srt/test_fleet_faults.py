@@ -49,10 +49,12 @@ from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import shared_memory
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.options import ReplayFn, UpdatableServers, ValidatedUpdate
-from verl_server.weights.update.staged import commit
+from verl_server.weights.update.staged import StagedUpdate
+from verl_server.weights.update.updater import resume_published
 from verl_server.weights.verification import compute_checksum
 
 RECOVERY = RecoveryConfig(backoff_s=0.0, max_backoff_s=0.0, max_restarts=2)
+SPEC = TensorSpec((4,), "float32")
 _mapping = threading.Lock()
 """The receivers of one process share one mapping of the arena. Real servers are processes of their own."""
 
@@ -238,7 +240,7 @@ def make_fleet() -> Iterator[Callable[..., TestFleet]]:
 @pytest.fixture
 def sender() -> Iterator[shared_memory.Sender]:
     """The trainer's end of the transport, with one staged tensor."""
-    layout = plan_arena({"weight": TensorSpec((4,), "float32")})
+    layout = plan_arena({"weight": SPEC})
     arena = Arena.create(layout)
     arena.write_table(["weight"])
     yield shared_memory.Sender(SenderSettings(arena, layout, timeout_s=10.0))
@@ -251,20 +253,11 @@ def push(fleet: TestFleet, sender: shared_memory.Sender, version: int, replay: R
     validated = ValidatedUpdate(version, True, PauseMode.RETRACT, True)
     servers: Any = fleet.updates
 
-    def publish(_: Any) -> None:
-        servers.published(version, True, replay)
-
-    _, _, resume_error = commit(
-        servers,
-        sender,
-        ["weight"],
-        [compute_checksum(sender.arena.tensor("weight"))],
-        validated,
-        publish,
-        manifest=Manifest({"weight": TensorSpec((4,), "float32")}),
-        weights_are_torn=fleet.fleet.update_incomplete,
-    )
-    assert resume_error is None
+    checksums = [compute_checksum(sender.arena.tensor("weight"))]
+    update = StagedUpdate(servers, sender, validated, ["weight"], checksums, Manifest({"weight": SPEC}))
+    update.commit(weights_are_torn=fleet.fleet.update_incomplete)
+    servers.published(version, True, replay)
+    assert resume_published(servers, validated) is None
 
 
 # -- updates -----------------------------------------------------------------------------------------

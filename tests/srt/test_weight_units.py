@@ -264,7 +264,7 @@ def test_an_argument_that_is_no_pairs_is_refused_with_the_cure(named_tensors: An
 def test_every_mapping_is_accepted(kind: Any) -> None:
     spec, staged, given = TensorSpec((2,), "float32"), torch.zeros(2), kind({"x": torch.ones(2)})
     source = TensorSource(given, Manifest({"x": spec}), check_finite=False)
-    assert (source.is_checked, source.contribution["names"]) == (True, ["x"])
+    assert (source.is_checked, source.names) == (True, ["x"])
     writer = writer_for(staged, spec)
     assert writer.write(given) == ["x"]
     assert staged.all()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol, Self
 
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, TornWeightsError, VerlServerError, from_wire, to_wire
@@ -78,40 +77,60 @@ def torn_error(error: VerlServerError, validated: ValidatedUpdate) -> TornWeight
     )
 
 
-def torn_to_message(error: TornWeightsError) -> Json:
-    """The error as rank 0 sends it to all ranks: the arguments of `TornWeightsError`."""
-    return {"message": error.message, **error.details}
+# -- Outcome ----------------------------------------------------------------------------------------
 
 
-def outcome_message(
-    validated: ValidatedUpdate,
-    torn: TornWeightsError | None = None,
-    resume_error: VerlServerError | None = None,
-    **fields: Any,
-) -> Json:
-    """What rank 0 tells all ranks after an update: the version of the update, and whether the weights are torn.
+@dataclass(frozen=True)
+class UpdateOutcome:
+    """What rank 0 tells all ranks about an update that the servers have begun to load.
 
-    `resume_error`: why generation does not continue, although the servers hold the new weights.
+    An outcome without `result` and without `torn` is not the last one: the ranks still have to confirm the update.
     """
-    torn_message = None if torn is None else torn_to_message(torn)
-    resume_message = None if resume_error is None else to_wire(resume_error)
-    return {"weight_version": validated.weight_version, "torn": torn_message, "resume_error": resume_message, **fields}
 
+    weight_version: int
+    """Version of the new weights."""
+    result: WeightUpdateResult | None = None
+    """The result of a published update. Each rank measures its own `gather_s`."""
+    resume_error: VerlServerError | None = None
+    """Why generation does not continue, although the servers hold the new weights. None if it continues."""
+    torn: TornWeightsError | None = None
+    """Why the servers hold a part of the update. None if they hold all of it."""
+    update_id: str = ""
+    """Id of the attempt that has succeeded, for ranks that read reports of their own."""
+    verify: bool = False
+    """Whether these ranks compare checksums."""
 
-def raise_resume_error(outcome: Json) -> None:
-    """Raise the error because of which generation does not continue, if there is one in rank 0's message."""
-    if outcome["resume_error"] is not None:
-        error = from_wire(outcome["resume_error"])
-        error.message = (
-            f"weight version {outcome['weight_version']} is loaded and verified, but generation does not continue: "
-            f"{error.message}"
-        )
-        raise error
+    def to_message(self) -> Json:
+        """The outcome as JSON."""
+        return {
+            **vars(self),
+            "result": None if self.result is None else asdict(self.result),
+            "resume_error": None if self.resume_error is None else to_wire(self.resume_error),
+            "torn": None if self.torn is None else to_wire(self.torn),
+        }
 
+    @classmethod
+    def from_message(cls, message: Json) -> Self:
+        """The outcome that `to_message` described."""
+        result, resume_error, torn = message["result"], message["resume_error"], message["torn"]
+        made = {
+            "result": result and WeightUpdateResult(**result),
+            "resume_error": resume_error and from_wire(resume_error),
+            "torn": torn and from_wire(torn),
+        }
+        return cls(**{**message, **made})
 
-def result_message(**fields: Any) -> Json:
-    """A `WeightUpdateResult` as JSON, without `gather_s`, which each rank measures for itself."""
-    return asdict(WeightUpdateResult(gather_s=math.nan, **fields))
+    @property
+    def is_final(self) -> bool:
+        """Whether the update has ended."""
+        return self.result is not None or self.torn is not None
+
+    def result_of_rank(self, gather_s: float) -> WeightUpdateResult:
+        """The result of a published update on a rank that needed `gather_s`. Raises `resume_error`."""
+        if self.resume_error is not None:
+            raise self.resume_error
+        assert self.result is not None
+        return replace(self.result, gather_s=gather_s)
 
 
 # -- Servers ----------------------------------------------------------------------------------------

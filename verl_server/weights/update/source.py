@@ -39,12 +39,6 @@ def contribution_of(names: Sequence[str], has_shards: bool) -> Json:
     return {"num_tensors": len(names), "digest": zlib.crc32("\0".join(names).encode()), "has_shards": has_shards}
 
 
-def require_tensors(contributions: Sequence[Json]) -> None:
-    """Raise BadInputError if rank 0 has no tensors."""
-    if not contributions[0]["num_tensors"]:
-        raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
-
-
 def require_same_shards(contributions: Sequence[Json]) -> None:
     """Check that all ranks have DTensors of the same names. The names are those of a rank's DTensors only.
 
@@ -65,10 +59,14 @@ def require_same_names(contributions: Sequence[Json], writers: Container[int] = 
     """Check that all ranks push the same tensors. Raises BadInputError with the first rank that differs from rank 0.
 
     A rank may push nothing when the state dict was gathered on rank 0: unless tensors come in shards, or the rank is
-    among `writers`, the ranks that write staging memory of their own.
+    among `writers`, the ranks that write staging memory of their own. A rank that reads a generator does not know its
+    tensors yet: its digest is None. Then only rank 0's first tensor is checked to exist.
     """
-    require_tensors(contributions)
     first = contributions[0]
+    if not first["num_tensors"]:
+        raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
+    if any(other["digest"] is None for other in contributions):
+        return
     for rank, other in enumerate(contributions):
         must_match = other["num_tensors"] or first["has_shards"] or rank in writers
         if must_match and other["digest"] != first["digest"]:
@@ -288,23 +286,22 @@ class TensorSource:
         """Whether all tensors have been checked."""
         self.pairs: Iterable[tuple[str, torch.Tensor]]
         """Pairs of name and tensor. Of a generator only the first item has been checked to be such a pair."""
+        self.names: list[str] | None = None
+        """The checkpoint names of the tensors in order. None for a generator."""
         self.contribution: Json
-        """What this rank tells rank 0 before the update begins."""
+        """What this rank tells rank 0 before the update begins, see `require_same_names`."""
         if self.is_checked:
             pairs = list(validated_pairs(named_tensors))
-            names, has_shards = _check_all(pairs, manifest, check_finite)
+            self.names, has_shards = _check_all(pairs, manifest, check_finite)
             self.pairs = pairs
-            self.contribution = contribution_of(names, has_shards) | {"names": names}
+            self.contribution = contribution_of(self.names, has_shards)
         else:
             remaining = items_of(named_tensors)
             first = next(remaining, None)
             if first is not None:
                 validated_pair(first)
             self.pairs = _chain(first, remaining)
-            self.contribution = {
-                "num_tensors": int(first is not None), "digest": 0, "has_shards": False, "names": None,
-            }  # fmt: skip
-        self.contribution["is_checked"] = self.is_checked
+            self.contribution = {"num_tensors": int(first is not None), "digest": None, "has_shards": False}
 
 
 def _chain(first: Any, remaining: Iterator[Any]) -> Iterator[Any]:
