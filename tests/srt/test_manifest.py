@@ -166,7 +166,8 @@ def test_a_tied_output_head_must_be_the_embedding(tied_manifest: Manifest, from_
     def push(tensors: dict[str, torch.Tensor]) -> list[str]:
         if from_generator:
             return write_generated(tied_manifest, tensors)
-        names: list[str] = TensorSource(tensors, tied_manifest, check_finite=False).names
+        names = TensorSource(tensors, tied_manifest, check_finite=False).names
+        assert names is not None
         return names
 
     weight = torch.randn(3, 2)
