@@ -40,7 +40,7 @@ from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import ReceivingRank, Sender, UpdateAttempt, receiving_ranks
 from verl_server.weights.update.options import (
     ReplayFn,
-    UpdatableServers,
+    Servers,
     UpdateOptions,
     UpdateOutcome,
     ValidatedUpdate,
@@ -235,7 +235,7 @@ def _verify_coverage(label: str, received: ReceivedReport, is_whole: bool) -> No
 class StagedUpdate:
     """Tensors that are staged in the sender's arena, and the servers that have to load them."""
 
-    servers: UpdatableServers
+    servers: Servers
     sender: Sender
     validated: ValidatedUpdate
     names: Sequence[str]
@@ -585,7 +585,7 @@ class StagedUpdater(WeightUpdater):
     def keeps_published(self) -> bool:
         return self._lacking.issubset(self._published_checksums)
 
-    def _complete_modules(self, names: list[str], servers: UpdatableServers) -> list[str]:
+    def _complete_modules(self, names: list[str], servers: Servers) -> list[str]:
         checksums = StagedChecksums(self._arena.tensor, self._checksum)
         return complete_modules(names, servers.members, self.manifest, self._published_checksums, checksums.values)
 
@@ -620,7 +620,7 @@ class StagedUpdater(WeightUpdater):
         device = accelerator()
         names = self._layout.in_order(list(checksums))
 
-        def load_published(servers: UpdatableServers) -> None:
+        def load_published(servers: Servers) -> None:
             assert self._sender is not None
             values = [checksums[name] for name in names]
             with self._sender_lock, as_current(device):

@@ -39,7 +39,7 @@ from verl_server.weights.double_buffer.buffer import (
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks
 from verl_server.weights.update.options import (
-    UpdatableServers,
+    Servers,
     UpdateOptions,
     UpdateOutcome,
     ValidatedUpdate,
@@ -109,7 +109,7 @@ class ServerSession:
     Raises UnsupportedError if the servers have more TP ranks than a double buffer serves.
     """
 
-    def __init__(self, servers: UpdatableServers, opened: OpenedUpdate) -> None:
+    def __init__(self, servers: Servers, opened: OpenedUpdate) -> None:
         self._servers, self.opened = servers, opened
         self._validated, self.members = opened.validated, opened.members
         self._steps = ExitStack()

@@ -29,7 +29,7 @@ from verl_server.weights.lora import check_lora_adapter, missing_fused_parts
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.update.options import (
     ReplayFn,
-    UpdatableServers,
+    Servers,
     UpdateOptions,
     UpdateOutcome,
     ValidatedUpdate,
@@ -72,7 +72,7 @@ def _known_meshes(named_tensors: NamedTensors) -> Collection[frozenset[int]] | N
 
 
 @contextmanager
-def open_session(servers: UpdatableServers) -> Iterator[None]:
+def open_session(servers: Servers) -> Iterator[None]:
     """A weight update session on every server during the body, or on none if a server refuses it."""
     try:
         servers.begin_weight_update()
@@ -84,7 +84,7 @@ def open_session(servers: UpdatableServers) -> Iterator[None]:
     servers.end_weight_update()  # a session that an interrupt leaves open here is closed by the next `begin`
 
 
-def leave_out_failed(servers: UpdatableServers, error: VerlServerError) -> bool:
+def leave_out_failed(servers: Servers, error: VerlServerError) -> bool:
     """Tell the servers which of them caused the `error` of an attempt. Returns whether some are left out from now on.
 
     `details["servers"]` of the error has their names as members of the update.
@@ -93,7 +93,7 @@ def leave_out_failed(servers: UpdatableServers, error: VerlServerError) -> bool:
     return bool(failed) and servers.leave_out(failed, error)
 
 
-def resume_published(servers: UpdatableServers, validated: ValidatedUpdate) -> VerlServerError | None:
+def resume_published(servers: Servers, validated: ValidatedUpdate) -> VerlServerError | None:
     """Continue generation after an update was published. Returns the error if that fails twice."""
     error = _resume_twice(servers, f"after weight version {validated.weight_version}")
     if error is not None:
@@ -104,13 +104,13 @@ def resume_published(servers: UpdatableServers, validated: ValidatedUpdate) -> V
     return error
 
 
-def resume_unchanged(servers: UpdatableServers) -> None:
+def resume_unchanged(servers: Servers) -> None:
     """Continue generation after an update that has loaded nothing. Errors are logged: that of the update is raised."""
     if error := _resume_twice(servers, "after an update that has loaded nothing"):
         logger.error("generation does not continue: %s", error)
 
 
-def _resume_twice(servers: UpdatableServers, when: str) -> VerlServerError | None:
+def _resume_twice(servers: Servers, when: str) -> VerlServerError | None:
     try:
         servers.resume()
     except VerlServerError as first:
@@ -134,7 +134,7 @@ class EngineRanks:
     """Placement of this rank."""
     global_ranks: frozenset[int]
     """Global ranks of all of the engine's trainer ranks in the trainer's default process group."""
-    servers: UpdatableServers | None
+    servers: Servers | None
     """The servers that are updated. None on trainer ranks that have no connection to a server."""
     timeout_s: float
     """Deadline of one step of an update in seconds."""
@@ -303,7 +303,7 @@ class WeightUpdater(ABC):
         return False
 
     @property
-    def servers(self) -> UpdatableServers:
+    def servers(self) -> Servers:
         """The servers, on ranks that have a connection to them."""
         assert self.ranks.servers is not None
         return self.ranks.servers
@@ -353,7 +353,7 @@ class WeightUpdater(ABC):
     def publish(self, validated: ValidatedUpdate, names: Sequence[str], replay: ReplayFn | None) -> str | None:
         """On rank 0: tell the servers' owner that all servers have loaded and verified the tensors `names`.
 
-        `replay`: see `UpdatableServers.published`. Returns `WeightUpdateResult.missing_from`. Raises ServerDiedError if
+        `replay`: see `Servers.published`. Returns `WeightUpdateResult.missing_from`. Raises ServerDiedError if
         no server has the new weights, and TornWeightsError if the owner did not record them.
         """
         missing_from = self.missing_from(names)
