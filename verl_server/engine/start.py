@@ -37,8 +37,6 @@ from verl_server.weights.verification import choose_algorithm
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from verl_server.ranks.coordinator import RankCoordinator
-
 logger = logging.getLogger(__name__)
 
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from verl_server.ranks.coordinator import RankCoordinator
-
 logger = logging.getLogger(__name__)
 
 

@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_server.errors import (
@@ -506,14 +505,14 @@ class StagedUpdater(WeightUpdater):
             self._arena.tensor,
             self.manifest,
             self._writer_ranks,
-            partial(self.coordinator.raise_failure, call_id),
+            self.coordinator,
+            call_id,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=options.check_finite and not isinstance(named_tensors, Sized),
             writes_whole_tensors=self._is_node_leader,
             copies=StagingCopies(self._arena.pin),
             checksums=checksums if options.verify else None,
             shared=self.shared,
-            tell_gathers=partial(self.coordinator.tell_gathers, call_id),
         )
 
         def check_and_write() -> list[str]:
@@ -528,7 +527,7 @@ class StagedUpdater(WeightUpdater):
                 raise
             return writer.write(source.pairs)
 
-        written, error = self.run_writing(writer, call_id, check_and_write)
+        written, error = self.run_writing(writer, check_and_write)
         names = written or []
         gather_s = time.monotonic() - started
         if self._is_node_leader and self.coordinator.rank != 0 and names:  # the arena of another node

@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_server.config import PauseMode
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
-from verl_server.weights.arena import MAX_TP_RANKS
 from verl_server.weights.device import StagingCopies, accelerator, as_current
 from verl_server.weights.double_buffer.buffer import (
     CHECKSUM_READER,
@@ -37,7 +35,7 @@ from verl_server.weights.double_buffer.buffer import (
     DoubleBufferLayout,
 )
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks
+from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks, require_few_receivers
 from verl_server.weights.update.options import (
     Servers,
     UpdateOptions,
@@ -119,14 +117,9 @@ class ServerSession:
         """Whether a server may hold a part of the update."""
         self.paused_at = math.nan
         """Time of `time.monotonic` just before the servers were paused."""
-        tp_ranks = sum(member.tp_size for member in self.members)
-        if not tp_ranks:
+        if not self.members:
             raise ServerDiedError("no server runs now, and this transport does not keep the weights for later")
-        if tp_ranks > MAX_TP_RANKS:
-            raise UnsupportedError(
-                f"the servers have {tp_ranks} TP ranks, but one trainer serves at most {MAX_TP_RANKS}: "
-                "use fewer servers"
-            )
+        require_few_receivers(self.members)
 
     def open(self, weights_are_torn: bool, prepare: Callable[[], None], message: Json) -> None:
         """Pause generation, open the session, call `prepare` and start the loaders of all servers with `message`.
@@ -578,16 +571,16 @@ class StreamedUpdater(WeightUpdater):
             staging_tensor,
             self.manifest,
             self._writer_ranks,
-            partial(self.coordinator.raise_failure, load_id),
+            self.coordinator,
+            load_id,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=check_finite and not source.is_checked,
             writes_whole_tensors=role is not None and role.is_lead_writer,
             on_bad_tensor=lambda error: self._stop_filling(error.message),
             copies=None if filler is None else filler.copies,
             shared=self.shared,
-            tell_gathers=partial(self.coordinator.tell_gathers, load_id),
         )
-        names, error = self.run_writing(writer, load_id, write)
+        names, error = self.run_writing(writer, write)
         if error is not None:
             self._stop_filling(error.message)
         return names or [], writer.has_shards, error

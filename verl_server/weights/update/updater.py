@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_server.errors import (
@@ -254,13 +253,14 @@ class WeightUpdater(ABC):
             lambda _: None,
             self.manifest,
             frozenset(),
-            partial(self.coordinator.raise_failure, call_id),
+            self.coordinator,
+            call_id,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=False,
             writes_whole_tensors=False,
             shared=self.shared,
         )
-        whole, error = self.run_writing(writer, call_id, lambda: writer.gather_on_cpu(tensors))
+        whole, error = self.run_writing(writer, lambda: writer.gather_on_cpu(tensors))
         return whole or {}, error
 
     def prepare_lora_adapter(
@@ -442,15 +442,13 @@ class WeightUpdater(ABC):
             message = f"reading named_tensors failed on rank {rank}: {type(error).__name__}: {error}"
             return None, PeerError(message, ranks=[rank])
 
-    def run_writing(
-        self, writer: ShardWriter, call_id: str, write: Callable[[], R]
-    ) -> tuple[R | None, VerlServerError | None]:
+    def run_writing(self, writer: ShardWriter, write: Callable[[], R]) -> tuple[R | None, VerlServerError | None]:
         """`run_reading` for a function that gathers tensors with `writer`.
 
         If it fails before it has gathered all tensors, the other ranks learn of the error at once: they would wait for
-        this rank in a collective operation. `call_id`: the call at which the ranks arrive afterwards.
+        this rank in a collective operation.
         """
         result, error = self.run_reading(write)
         if error is not None and not writer.has_gathered_all:
-            self.coordinator.announce_error(call_id, error)
+            self.coordinator.announce_error(writer.call_id, error)
         return result, error
