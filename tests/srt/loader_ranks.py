@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from verl_server.weights.arena import Arena, plan_arena
 from verl_server.weights.manifest import read_manifest
 from verl_server.weights.transports.base import SenderSettings, message_as_named_tensors
 from verl_server.weights.transports.shared_memory import Sender
-from verl_server.weights.update.options import ReplayFn, UpdateOptions
+from verl_server.weights.update.options import ReplayFn, Servers, UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks
 from verl_server.weights.verification import XXH3
@@ -48,11 +48,8 @@ FIELDS = ("q_proj", "in_proj_ba", "_a_proj", "post_attention_layernorm", "expert
 """Parts of the names of the tensors that one partial update has. Most are a part of a parameter that SGLang fuses."""
 
 
-class SGLangModel:
-    """SGLang's model in this process and in the other TP ranks, as the servers of an update (`UpdatableServers`)."""
-
-    undefined_weights = None
-    can_leave_out = False
+class SGLangModel(Servers):
+    """SGLang's model in this process and in the other TP ranks, as the servers of an update."""
 
     def __init__(self, model: Any, tp_size: int) -> None:
         from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -77,12 +74,6 @@ class SGLangModel:
 
     def end_weight_update(self) -> None:
         self._on_all_ranks("postprocess")
-
-    def check_weights(self) -> int:
-        return 0
-
-    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
-        return False
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         self._on_all_ranks(None)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from verl_server.config import PauseMode
-from verl_server.errors import VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
@@ -18,7 +17,7 @@ from verl_server.weights.loader import load_weights
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import receiver_class, sender_class
 from verl_server.weights.transports.base import SenderSettings
-from verl_server.weights.update.options import ReplayFn, UpdateOptions
+from verl_server.weights.update.options import ReplayFn, Servers, UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
@@ -40,15 +39,14 @@ class LoadedModel(torch.nn.Module):
             self.tensors[name].data.copy_(tensor)
 
 
-class ModelServers:
-    """One server, with a model for each TP rank, as the servers of an update (`UpdatableServers`)."""
+class ModelServers(Servers):
+    """One server, with a model for each TP rank, as the servers of an update."""
 
-    undefined_weights = None
-    can_leave_out = False
+    members: Sequence[ServerInfo] = ()
 
     def __init__(self, sizes: Mapping[str, int], tp_size: int = 1) -> None:
         self.models = [LoadedModel(sizes) for _ in range(tp_size)]
-        self.members: Sequence[ServerInfo] = [ServerInfo("server", tp_size)]
+        self.members = [ServerInfo("server", tp_size)]
         self.steps: list[str] = []
         """Names of the steps that were called."""
 
@@ -73,12 +71,6 @@ class ModelServers:
 
     def end_weight_update(self) -> None:
         self.steps.append("end")
-
-    def check_weights(self) -> int:
-        return 0
-
-    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
-        return False
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         self.steps.append("published")

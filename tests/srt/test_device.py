@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from verl_server.config import PauseMode
 from verl_server.errors import VerlServerError
+from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena, ReceivedReport, Report, SharedReports, plan_arena
 from verl_server.weights.device import CallerOrder, PinnedMemory, StagingCopies
@@ -122,7 +123,8 @@ def test_checksums_of_staged_tensors_do_not_depend_on_when_they_are_computed() -
         arena.tensor,
         manifest,
         frozenset({0}),
-        lambda: None,
+        RankCoordinator(0, 1, {}, 1.0),
+        "update",
         gather_timeout_s=1.0,
         check_finite=False,
         writes_whole_tensors=True,

@@ -48,11 +48,13 @@ from verl_server.weights.loader import load_weights
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import shared_memory
 from verl_server.weights.transports.base import SenderSettings
-from verl_server.weights.update.options import ReplayFn, UpdatableServers, ValidatedUpdate
-from verl_server.weights.update.staged import commit
+from verl_server.weights.update.options import ReplayFn, Servers, ValidatedUpdate
+from verl_server.weights.update.staged import StagedUpdate
+from verl_server.weights.update.updater import resume_published
 from verl_server.weights.verification import compute_checksum
 
 RECOVERY = RecoveryConfig(backoff_s=0.0, max_backoff_s=0.0, max_restarts=2)
+SPEC = TensorSpec((4,), "float32")
 _mapping = threading.Lock()
 """The receivers of one process share one mapping of the arena. Real servers are processes of their own."""
 
@@ -238,7 +240,7 @@ def make_fleet() -> Iterator[Callable[..., TestFleet]]:
 @pytest.fixture
 def sender() -> Iterator[shared_memory.Sender]:
     """The trainer's end of the transport, with one staged tensor."""
-    layout = plan_arena({"weight": TensorSpec((4,), "float32")})
+    layout = plan_arena({"weight": SPEC})
     arena = Arena.create(layout)
     arena.write_table(["weight"])
     yield shared_memory.Sender(SenderSettings(arena, layout, timeout_s=10.0))
@@ -251,20 +253,11 @@ def push(fleet: TestFleet, sender: shared_memory.Sender, version: int, replay: R
     validated = ValidatedUpdate(version, True, PauseMode.RETRACT, True)
     servers: Any = fleet.updates
 
-    def publish(_: Any) -> None:
-        servers.published(version, True, replay)
-
-    _, _, resume_error = commit(
-        servers,
-        sender,
-        ["weight"],
-        [compute_checksum(sender.arena.tensor("weight"))],
-        validated,
-        publish,
-        manifest=Manifest({"weight": TensorSpec((4,), "float32")}),
-        weights_are_torn=fleet.fleet.update_incomplete,
-    )
-    assert resume_error is None
+    checksums = [compute_checksum(sender.arena.tensor("weight"))]
+    update = StagedUpdate(servers, sender, validated, ["weight"], checksums, Manifest({"weight": SPEC}))
+    update.commit(weights_are_torn=fleet.fleet.update_incomplete)
+    servers.published(version, True, replay)
+    assert resume_published(servers, validated) is None
 
 
 # -- updates -----------------------------------------------------------------------------------------
@@ -547,7 +540,9 @@ def backend_with(route: Callable[[Any], Any], loop: EventLoopThread) -> ManagedB
     fleet: Any = SimpleNamespace(closed=threading.Event())
     dispatcher: Any = SimpleNamespace(generate_request=route)
     nothing: Any = None
-    backend = ManagedBackend(fleet, nothing, nothing, nothing, nothing, dispatcher, loop, nothing, RolloutMode.HYBRID)
+    backend = ManagedBackend(
+        fleet, nothing, nothing, nothing, 10.0, nothing, nothing, dispatcher, loop, nothing, RolloutMode.HYBRID
+    )
     backend.attach()
     return backend
 
@@ -732,7 +727,7 @@ def test_an_update_without_a_running_server_is_loaded_later(
     fleet.fleet.set_admission_paused(True)  # as an update with the pause mode `wait` that has failed leaves it
     replayed: list[str] = []
 
-    def replay(servers: UpdatableServers) -> None:
+    def replay(servers: Servers) -> None:
         replayed.extend(member.name for member in servers.members)
 
     with pytest.raises(ServerDiedError, match="the trainer does not keep the weights"):
@@ -813,7 +808,7 @@ def test_published_weights_are_loaded_again_after_an_error(
     fleet.recovery.start()
     replays: list[str] = []
 
-    def replay(servers: UpdatableServers) -> None:
+    def replay(servers: Servers) -> None:
         replays.extend(member.name for member in servers.members)
         if len(replays) <= num_failures:
             raise VerlServerError("the trainer did not take the job")
@@ -837,7 +832,7 @@ def test_an_interrupted_load_of_published_weights_is_no_failure(
     (replica,) = fleet.fleet.replicas
     replays: list[frozenset[str]] = []
 
-    def replay(servers: UpdatableServers) -> None:
+    def replay(servers: Servers) -> None:
         if not replays:
             fleet.fleet.released_memory = frozenset({"kv_cache"})
         replays.append(fleet.fleet.released_memory)
@@ -860,7 +855,7 @@ def test_a_release_waits_for_a_server_that_gets_the_published_weights(
     fleet = make_fleet(2)
     begun, may_end = threading.Event(), threading.Event()
 
-    def replay(servers: UpdatableServers) -> None:
+    def replay(servers: Servers) -> None:
         assert servers.members
         servers.pause(PauseMode.RETRACT)
         begun.set()

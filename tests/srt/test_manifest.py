@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.platforms.server_report import served_dtypes
+from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.router.rl_wire.calls import read_served_manifest
 from verl_server.types import TensorSpec
 from verl_server.weights.manifest import CheckpointNames, Manifest, read_manifest
@@ -77,7 +78,8 @@ def test_a_conversion_that_keeps_the_shape_is_done() -> None:
         lambda _: staged,
         manifest,
         frozenset({0}),
-        lambda: None,
+        RankCoordinator(0, 1, {}, 1.0),
+        "update",
         gather_timeout_s=1.0,
         check_finite=False,
         writes_whole_tensors=True,
@@ -150,7 +152,7 @@ def write_generated(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> lis
             yield name, view
 
     writer = ShardWriter(
-        staged.__getitem__, manifest, frozenset({0}), lambda: None,
+        staged.__getitem__, manifest, frozenset({0}), RankCoordinator(0, 1, {}, 1.0), "update",
         gather_timeout_s=1.0, check_finite=False, writes_whole_tensors=True,
     )  # fmt: skip
     names = writer.write(generate())
@@ -166,7 +168,8 @@ def test_a_tied_output_head_must_be_the_embedding(tied_manifest: Manifest, from_
     def push(tensors: dict[str, torch.Tensor]) -> list[str]:
         if from_generator:
             return write_generated(tied_manifest, tensors)
-        names: list[str] = TensorSource(tensors, tied_manifest, check_finite=False).contribution["names"]
+        names = TensorSource(tensors, tied_manifest, check_finite=False).names
+        assert names is not None
         return names
 
     weight = torch.randn(3, 2)

@@ -580,7 +580,7 @@ def test_no_session_stays_open_after_an_interrupt(
     updater = updater_of(servers, sizes)
     with monkeypatch.context() as patch:
         interrupting = raise_after(lambda *_, **__: None, KeyboardInterrupt())
-        for module in ("commit", "server_session"):
+        for module in ("staged", "streamed"):
             patch.setattr(f"verl_server.weights.update.{module}.ThreadPoolExecutor", interrupting)
         with pytest.raises(KeyboardInterrupt):
             push(updater, {"a": torch.ones(4)})

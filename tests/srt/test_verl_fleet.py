@@ -44,7 +44,7 @@ from verl_server.router.rollout_router import RolloutRouter
 from verl_server.router.targets import InProcessTarget
 from verl_server.server.forkserver.forkserver import prepare_forkserver
 from verl_server.types import Json
-from verl_server.weights.update.options import UpdatableServers
+from verl_server.weights.update.options import Servers
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
@@ -343,7 +343,7 @@ def test_a_trainer_that_does_not_answer_ends_no_server(monkeypatch: pytest.Monke
 def test_a_job_is_offered_until_the_trainer_makes_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer with the job can get lost between the actor and the trainer."""
     monkeypatch.setattr("verl_server.integrations.verl.fleet_actor.OFFER_AGAIN_S", 0.2)
-    jobs, servers = ReplayJobs(timeout_s=10.0), cast(UpdatableServers, object())
+    jobs, servers = ReplayJobs(timeout_s=10.0), cast(Servers, object())
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(jobs.run, "publication", servers)
         lost = jobs.next(wait_s=5.0)

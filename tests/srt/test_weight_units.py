@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from verl_server import AsyncHttpServerEngineAdapter, errors
 from verl_server.adapter.client import undefined_weights_reason
 from verl_server.adapter.sglang.server_arguments import loses_weights, require_memory_saver, require_pushable
+from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import TABLE_OFFSET, Arena, SharedMemoryFile, plan_arena
 from verl_server.weights.broadcast import Mirror
@@ -50,14 +51,15 @@ def writer_for(
     staged: torch.Tensor,
     spec: TensorSpec,
     check_finite: bool = False,
-    raise_failure: Callable[[], None] = lambda: None,
+    coordinator: RankCoordinator | None = None,
 ) -> ShardWriter:
     """The writer of the only trainer rank, for a model with the tensors `x`, `y` and `z`."""
     return ShardWriter(
         lambda _: staged,
         Manifest(dict.fromkeys("xyz", spec)),
         frozenset({0}),
-        raise_failure,
+        coordinator or RankCoordinator(0, 1, {}, 1.0),
+        "update",
         gather_timeout_s=1.0,
         check_finite=check_finite,
         writes_whole_tensors=True,
@@ -264,7 +266,7 @@ def test_an_argument_that_is_no_pairs_is_refused_with_the_cure(named_tensors: An
 def test_every_mapping_is_accepted(kind: Any) -> None:
     spec, staged, given = TensorSpec((2,), "float32"), torch.zeros(2), kind({"x": torch.ones(2)})
     source = TensorSource(given, Manifest({"x": spec}), check_finite=False)
-    assert (source.is_checked, source.contribution["names"]) == (True, ["x"])
+    assert (source.is_checked, source.names) == (True, ["x"])
     writer = writer_for(staged, spec)
     assert writer.write(given) == ["x"]
     assert staged.all()
@@ -308,9 +310,9 @@ def test_a_rank_gathers_on_after_its_own_mistake_only(
     """
     read: list[str] = []
 
-    def raise_failure() -> None:
-        if bad == "another rank":
-            raise errors.WeightManifestError("the error")
+    coordinator = RankCoordinator(0, 1, {}, 1.0)
+    if bad == "another rank":
+        coordinator.announce_error("update", errors.WeightManifestError("the error"))
 
     def pairs() -> Iterator[tuple[str, Any]]:
         first = torch.full((4,), torch.nan if bad == "nan" else 1.0, device="meta" if bad == "meta" else "cpu")
@@ -320,7 +322,7 @@ def test_a_rank_gathers_on_after_its_own_mistake_only(
             yield name, np.ones(4) if is_array else DTensor.from_local(local, one_rank, [Partial()])
 
     staged = torch.zeros(4)
-    writer = writer_for(staged, TensorSpec((4,), "float32"), check_finite=True, raise_failure=raise_failure)
+    writer = writer_for(staged, TensorSpec((4,), "float32"), check_finite=True, coordinator=coordinator)
     with pytest.raises(errors.BadInputError, match=r"the error|not finite|on the meta device|no tensor but ndarray"):
         writer.write(pairs())
     assert (len(read), writer.has_gathered_all) == (num_read, has_gathered_all)

@@ -107,7 +107,7 @@ def tags_to_resume(tags: Sequence[str] | None, released: Collection[str]) -> lis
 def undefined_weights_reason(
     undefined: bool, released: Collection[str], cause: str = "their memory was released and resumed"
 ) -> str | None:
-    """The reason of `UpdatableServers.undefined_weights`: None unless the weights are undefined and in memory.
+    """The reason of `Servers.undefined_weights`: None unless the weights are undefined and in memory.
 
     `undefined`: not all weights were loaded since the `cause`. `released` are the tags that are released now.
     """

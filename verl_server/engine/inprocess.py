@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -33,19 +33,16 @@ from verl_server.server.server_main import REFUSAL, explain_bad_argument
 from verl_server.server.warden.processes import find_shared_memory, list_descendants, remove_shared_memory
 from verl_server.types import Json, ServerInfo, parse_weight_version
 from verl_server.weights.transports.base import message_as_named_tensors
-from verl_server.weights.update.options import ReplayFn
+from verl_server.weights.update.options import ReplayFn, Servers
 
 R = TypeVar("R")
 
 
-class InProcessBackend:
+class InProcessBackend(Servers):
     """One `sglang.Engine`, created and used by one thread."""
 
-    trainer_host = "127.0.0.1"
-    adapter = None
-    """There is no server, so there is no adapter."""
-
-    can_leave_out = False
+    members: Sequence[ServerInfo] = ()
+    weight_version = 0
 
     def __init__(self, server_args: Mapping[str, Any]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="verl-server-engine")
@@ -81,9 +78,6 @@ class InProcessBackend:
 
     def parameter_dtypes(self) -> Sequence[Json | None]:
         return [parameter_dtypes(self._server_info)]
-
-    def nearest_transport(self) -> str:
-        return "shared_memory"
 
     # -- generation -----------------------------------------------------------------------------------
 
@@ -143,10 +137,6 @@ class InProcessBackend:
     def undefined_weights(self) -> str | None:
         return undefined_weights_reason(self._weights_undefined, self._released_memory)
 
-    def check_weights(self) -> int:
-        """0: no other process reaches the weights."""
-        return 0
-
     def begin_weight_update(self) -> None:
         if self._has_update_sessions:
             self._run(lambda: _require_success(self._engine.begin_weight_update()))
@@ -167,10 +157,6 @@ class InProcessBackend:
     def end_weight_update(self) -> None:
         if self._has_update_sessions:
             self._run(lambda: _require_success(self._engine.end_weight_update()))
-
-    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
-        """False: there is no other engine."""
-        return False
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         """Record that released weights are defined again. The engine is not replaced, so nothing is replayed."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import zlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,19 +22,20 @@ from verl_server.server.process import AbortCheck
 from verl_server.types import Json, ServerInfo, parse_weight_version
 from verl_server.weights.owner import owner_fields
 from verl_server.weights.transports.base import serialize_message
-from verl_server.weights.update.options import ReplayFn
+from verl_server.weights.update.options import ReplayFn, Servers
 
 _updated_by: dict[str, int] = {}
 """For each server process, by its id: the id of the `HttpServers` of this process that has updated it last."""
 
 
-class HttpServers:
+class HttpServers(Servers):
     """One or more servers, each driven over HTTP by an adapter.
 
     `shutdown` shuts down the adapters: it ends a server that its adapter started, and leaves other servers running.
     """
 
-    can_leave_out = False
+    weight_version = 0
+    """Version of the weights that were published last. At the start, the highest version of the servers."""
 
     def __init__(
         self,
@@ -50,7 +51,6 @@ class HttpServers:
         """
         self._adapters, self._members = list(adapters), list(members)
         self.weight_version = weight_version
-        """Version of the weights that were published last. At the start, the highest version of the servers."""
         self._base: int | None = weight_version
         """`weight_version` until the first update of this trainer is published, see `owner_fields`."""
         self._remote_hosts = list(remote_hosts)
@@ -163,7 +163,7 @@ class HttpServers:
         self._call_all(lambda adapter: adapter.begin_weight_update())
 
     def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
-        """See `UpdatableServers.load`. Raises as soon as one server fails: a transport may have to stop the others."""
+        """See `Servers.load`. Raises as soon as one server fails: a transport may have to stop the others."""
         base = self._base
         if len(self._adapters) == 1:
             load_weights(self._adapters[0], self._members[0].tp_size, messages[0], weight_version, flush_cache, base)
@@ -177,10 +177,6 @@ class HttpServers:
 
     def end_weight_update(self) -> None:
         self._call_all(lambda adapter: adapter.end_weight_update())
-
-    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
-        """False: the servers belong to others."""
-        return False
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         """Record that lost weights are defined again. The servers are not replaced, so nothing is replayed."""

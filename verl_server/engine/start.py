@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.engine import get_engine
 from verl_server.adapter.server_engine import ServerEngine
 from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_launch_args, with_absolute_paths
@@ -29,7 +28,7 @@ from verl_server.weights.double_buffer.buffer import MAX_WRITERS, DoubleBuffer, 
 from verl_server.weights.manifest import Manifest, checkpoint_names_of, read_manifest
 from verl_server.weights.transports import is_streamed, sender_class, stream_class
 from verl_server.weights.transports.base import SenderSettings
-from verl_server.weights.update.options import UpdatableServers
+from verl_server.weights.update.options import Servers
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
@@ -38,79 +37,19 @@ from verl_server.weights.verification import choose_algorithm
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from verl_server.ranks.coordinator import RankCoordinator
-
 logger = logging.getLogger(__name__)
 
 
-# -- Backend ----------------------------------------------------------------------------------------
-# `Backend`: the interface between `VerlEngine` and the inference engines that it drives.
-
-
-class Backend(UpdatableServers, Protocol):
-    """One or more inference engines, in server processes or in this process. Only trainer rank 0 generates with it."""
-
-    @property
-    def adapter(self) -> HttpServerEngineAdapter | None:
-        """The adapter of one server of the backend. None when the engine runs in this process."""
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that the inference engines have when the trainer starts to use them."""
-
-    def parameter_dtypes(self) -> Sequence[Json | None]:
-        """The report of each inference engine on the dtypes of its parameters. None for one that does not tell."""
-
-    def nearest_transport(self) -> str:
-        """Name of the cheapest weight transport that reaches all inference engines, for as long as they are used."""
-
-    @property
-    def trainer_host(self) -> str:
-        """Address of this machine as the inference engines reach it."""
-
-    def generate(self, **request: Any) -> Any:
-        """Generate for one prompt or many. `request` holds the arguments of `HttpServerEngineAdapter.generate`."""
-
-    async def async_generate(self, **request: Any) -> Any: ...
-    def generate_stream(self, **request: Any) -> Iterator[Json]: ...
-    def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]: ...
-    def flush_cache(self) -> None: ...
-    def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None: ...
-    def unload_lora_adapter(self, name: str) -> None: ...
-    def list_lora_adapters(self) -> frozenset[str]:
-        """Names of the LoRA adapters that all inference engines have, whoever loaded them."""
-
-    def release_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
-    def resume_memory_occupation(self, tags: Sequence[str] | None) -> None: ...
-
-    @property
-    def released_memory(self) -> frozenset[str]:
-        """Memory tags (`MemoryTag`) that are released."""
-
-    def fail(self, error: VerlServerError) -> None:
-        """Make calls of this trainer that are in flight, and all later calls, raise `error`."""
-
-    def shutdown(self) -> None:
-        """End the trainer's use of the backend. Ends servers that the backend started; other servers keep running."""
-
-
-class FleetBackend(Backend, Protocol):
-    """The backend of a fleet, which exists before a `VerlEngine` uses it and after."""
-
-    def attach(self) -> None:
-        """Begin to use the fleet. Raises BadInputError when another `VerlEngine` uses it."""
+# -- Start backend ----------------------------------------------------------------------------------
+# Start of an engine's servers on the trainer ranks: a server process on each node, or a connection on rank 0.
 
 
 @runtime_checkable
 class RolloutFleet(Protocol):
-    """The part of `RolloutManager` that `VerlEngine` needs."""
+    """What `VerlEngine(fleet=...)` takes: a `RolloutManager`, or the fleet of a plugin for another trainer."""
 
     @property
-    def backend(self) -> FleetBackend: ...
-
-
-# -- Start backend ----------------------------------------------------------------------------------
-# Start of an engine's backend on the trainer ranks: a server process on each node, or a connection on rank 0.
+    def backend(self) -> Servers: ...
 
 
 def require_mesh(mesh: object) -> None:
@@ -203,7 +142,7 @@ def start_backend(
     config: AdapterConfig,
     env: Mapping[str, str],
     on_server_death: Callable[[ServerDiedError], None],
-) -> Backend | None:
+) -> Servers | None:
     """Start or connect the backend. Called on all ranks; returns None on ranks that have no backend.
 
     A server process is started on the first rank of each node, on all nodes at the same time. Rank 0 connects to
@@ -215,7 +154,7 @@ def start_backend(
     engine = get_engine(config.engine_kind)
     args = _agree_on_server_args(group, placement, engine, server_args, env, error, starts_server=starts_server)
     env, cores = _agree_on_devices(group, placement, source, args, env, starts_server=starts_server)
-    backend: Backend | None = None
+    backend: Servers | None = None
     if placement.is_node_leader:
         try:
             with may_use_cores(cores):
@@ -239,7 +178,7 @@ def _make_backend(
     config: AdapterConfig,
     env: Mapping[str, str],
     on_server_death: Callable[[ServerDiedError], None],
-) -> Backend:
+) -> Servers:
     """The backend of this node's first rank."""
     if source.fleet is not None:
         fleet = source.fleet.backend
@@ -370,21 +309,20 @@ WHOLE_MODULE_TRANSPORTS = ("shared_memory", "disk")
 """Transports of engines that load a module only with all of its tensors (`ServerInfo.fused_modules`)."""
 
 
-def start_weight_updater(
-    ranks: EngineRanks, backend: Backend | None, server_args: Mapping[str, Any], config: WeightsConfig
-) -> WeightUpdater:
+def start_weight_updater(ranks: EngineRanks, server_args: Mapping[str, Any], config: WeightsConfig) -> WeightUpdater:
     """Agree on the model's tensors and on the transport, and create the staging memory. Called on all ranks."""
-    manifest = _agree_on_manifest(ranks.coordinator, backend, with_absolute_paths(server_args))
+    servers = ranks.servers
+    manifest = _agree_on_manifest(ranks.coordinator, servers, with_absolute_paths(server_args))
     layout = plan_arena(manifest.tensors)
 
     def decide(_: list[Json]) -> Json:
-        """Rank 0 chooses the transport and reads the state of the backend."""
-        assert backend is not None
-        transport = _choose_transport(backend, ranks.placement.nnodes, config, layout.size_bytes)
-        released_memory = sorted(backend.released_memory)
-        reads_host_memory = any(member.fused_modules is not None for member in backend.members)
+        """Rank 0 chooses the transport and reads the state of the servers."""
+        assert servers is not None
+        transport = _choose_transport(servers, ranks.placement.nnodes, config, layout.size_bytes)
+        released_memory = sorted(servers.released_memory)
+        reads_host_memory = any(member.fused_modules is not None for member in servers.members)
         return {
-            "transport": transport, "weight_version": backend.weight_version, "released_memory": released_memory,
+            "transport": transport, "weight_version": servers.weight_version, "released_memory": released_memory,
             "checksum": choose_algorithm(servers_read_host_memory=reads_host_memory),
         }  # fmt: skip
 
@@ -393,7 +331,7 @@ def start_weight_updater(
     if is_streamed(transport):
         updater = _start_streamed(ranks, manifest, weight_version, config, transport)
     else:
-        updater = _start_staged(ranks, backend, manifest, weight_version, config, transport, decided["checksum"])
+        updater = _start_staged(ranks, manifest, weight_version, config, transport, decided["checksum"])
     # A server with random weights gets others when it starts again.
     is_unchanged = weight_version == parse_weight_version(server_args.get("weight_version"))
     updater.starts_from_checkpoint = is_unchanged and server_args.get("load_format") != "dummy"
@@ -401,7 +339,7 @@ def start_weight_updater(
     return updater
 
 
-def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, model_bytes: int) -> str:
+def _choose_transport(servers: Servers, nnodes: int, config: WeightsConfig, model_bytes: int) -> str:
     """The name of the transport. `model_bytes`: size of the staging memory for the whole model.
 
     Raises BadInputError for a transport that does not support several nodes, exceeds `max_staging_bytes`, or needs more
@@ -410,12 +348,12 @@ def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, mode
     limit, available = config.max_staging_bytes, available_memory()
     transport = config.transport
     if transport == "auto":
-        transport = backend.nearest_transport()
+        transport = servers.nearest_transport()
         exceeds = model_bytes > available or (limit is not None and model_bytes > limit)
         if transport == "shared_memory" and exceeds and nnodes == 1:
             transport = "buckets"
-    needs_modules = any(member.fused_modules is not None for member in backend.members)
-    if needs_modules and config.transport == "auto" and is_loopback(backend.trainer_host):
+    needs_modules = any(member.fused_modules is not None for member in servers.members)
+    if needs_modules and config.transport == "auto" and is_loopback(servers.trainer_host):
         transport = "shared_memory"  # all servers are on this machine, whatever the mode of a fleet prefers
     if needs_modules and transport not in WHOLE_MODULE_TRANSPORTS:
         raise BadInputError(
@@ -445,7 +383,6 @@ def _choose_transport(backend: Backend, nnodes: int, config: WeightsConfig, mode
 
 def _start_staged(
     ranks: EngineRanks,
-    backend: Backend | None,
     manifest: Manifest,
     weight_version: int,
     config: WeightsConfig,
@@ -461,7 +398,7 @@ def _start_staged(
         arena, shared = _map_on_all_ranks(ranks.coordinator, arena, lambda: Arena.open(locations[0], layout))
     arena = arena or Arena.create(layout)  # a rank on another machine: pages that are never written use no memory
     sender = None
-    if backend is not None:
+    if ranks.servers is not None:
         settings = SenderSettings(
             arena=arena,
             layout=layout,
@@ -470,7 +407,7 @@ def _start_staged(
             ranks_per_node=placement.ranks_per_node if placement.nnodes > 1 else 0,
             node_rank=placement.node_rank,
             folder=None if config.folder is None else str(config.folder),
-            host=config.host or backend.trainer_host,
+            host=config.host or ranks.servers.trainer_host,
             checksum=checksum,
         )
         logger.info("weights are staged in %.1f MB of memory and go by %s", layout.size_bytes / 1e6, transport)
@@ -568,13 +505,13 @@ def _map_on_all_ranks(
 
 
 def _agree_on_manifest(
-    coordinator: RankCoordinator, backend: Backend | None, server_args: Mapping[str, Any]
+    coordinator: RankCoordinator, servers: Servers | None, server_args: Mapping[str, Any]
 ) -> Manifest:
     """The tensors that the model of rank 0's server arguments accepts, on all ranks. Rank 0 asks the servers."""
 
     def describe(_: list[Json]) -> Json:
-        assert backend is not None
-        manifest = read_manifest(server_args, backend.parameter_dtypes())
+        assert servers is not None
+        manifest = read_manifest(server_args, servers.parameter_dtypes())
         tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
         return {
             "tensors": tensors, "optional": sorted(manifest.optional), "ignored": sorted(manifest.ignored),

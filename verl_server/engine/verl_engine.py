@@ -21,7 +21,6 @@ from verl_server.adapter.engine import with_common_names
 from verl_server.adapter.model_files import lora_paths_by_name
 from verl_server.config import AdapterConfig, EngineKind, PauseMode, RemoteServer, Timeouts, WeightsConfig
 from verl_server.engine.start import (
-    Backend,
     BackendSource,
     RolloutFleet,
     connect_coordinator,
@@ -37,60 +36,14 @@ from verl_server.ranks.shared_meshes import engine_ended, engine_started
 from verl_server.types import Json, WeightUpdateResult
 from verl_server.validation import check_arguments, is_list, is_whole_number, to_plain
 from verl_server.weights.manifest import fused_with
-from verl_server.weights.update.options import UpdateOptions
+from verl_server.weights.update.options import Servers, UpdateOptions
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from verl_server.ranks.coordinator import RankCoordinator
-
 logger = logging.getLogger(__name__)
-
-
-# -- Control ----------------------------------------------------------------------------------------
-# Control calls on every trainer rank: rank 0 changes the backend and all ranks learn which memory is released.
-
-
-class RankControl:
-    """Control calls that all ranks of one engine make together. They are possible while the weights are torn."""
-
-    def __init__(
-        self,
-        group: RankCoordinator,
-        get_backend: Callable[[], Backend],
-        get_updater: Callable[[], WeightUpdater],
-        get_refusal: Callable[[bool], VerlServerError | None],
-        timeout_s: float,
-    ) -> None:
-        """`get_backend` returns rank 0's backend, `get_updater` this rank's updater. `get_refusal(allow_torn)` returns
-        the reason why this rank cannot take part now, or None. `timeout_s`: deadline of one call in seconds.
-        """
-        self._group, self._get_backend, self._get_updater = group, get_backend, get_updater
-        self._get_refusal, self._timeout_s = get_refusal, timeout_s
-
-    def run(self, operation: str, action: Callable[[Backend], None]) -> None:
-        """Run `action` on rank 0, and record on all ranks which memory is released afterwards, also when it failed.
-
-        A release that fails may have released the memory of some of the servers.
-        """
-        error: VerlServerError | None = None
-
-        def act(_: list[Json]) -> Json:
-            nonlocal error
-            backend = self._get_backend()
-            try:
-                action(backend)
-            except VerlServerError as failure:
-                error = failure
-            return {"released": sorted(backend.released_memory), "error": None if error is None else to_wire(error)}
-
-        call_id, refusal = self._group.next_call_id(operation), self._get_refusal(True)
-        outcome = self._group.agree(call_id, act, error=refusal, action_timeout_s=self._timeout_s)
-        self._get_updater().released_memory = frozenset(outcome["released"])
-        if outcome["error"] is not None:
-            raise error or from_wire(outcome["error"])
 
 
 # -- Generation -------------------------------------------------------------------------------------
@@ -150,7 +103,7 @@ class RankGeneration:
     def __init__(
         self,
         group: RankCoordinator,
-        backend_for: Callable[[Json], Backend],
+        backend_for: Callable[[Json], Servers],
         get_refusal: Callable[[], VerlServerError | None],
         generation_s: float | None,
     ) -> None:
@@ -190,7 +143,7 @@ class RankGeneration:
             action_timeout_s=self._generation_s,
         )
 
-    async def _async_backend_for(self, request: Json) -> Backend:
+    async def _async_backend_for(self, request: Json) -> Servers:
         """The backend for a request. For a request with LoRA adapters, a thread may ask the servers for their names."""
         if request.get("lora_path") is None:
             return self._backend_for(request)
@@ -302,7 +255,7 @@ class LoraAdapters:
         self._max_rank = server_args.get("max_lora_rank")
         self._targets = server_args.get("lora_target_modules")
 
-    def load(self, backend: Backend, name: str, tensors: Mapping[str, torch.Tensor], config: Json) -> None:
+    def load(self, backend: Servers, name: str, tensors: Mapping[str, torch.Tensor], config: Json) -> None:
         """Load a LoRA adapter. A LoRA adapter of the same name is removed first, when no request uses it any more.
 
         This includes a LoRA adapter that the servers loaded when they started. When the load fails, no LoRA adapter has
@@ -317,7 +270,7 @@ class LoraAdapters:
         backend.load_lora_adapter(name, tensors, config)
         self._names.add(name)
 
-    def unload(self, backend: Backend, name: str) -> None:
+    def unload(self, backend: Servers, name: str) -> None:
         """Remove a LoRA adapter. Raises BadInputError when there is no LoRA adapter of that name."""
         self.require(backend, name)
         self._names.discard(name)
@@ -342,7 +295,7 @@ class LoraAdapters:
                 argument="lora_target_modules",
             )
 
-    def require(self, backend: Backend, lora_path: Any) -> None:
+    def require(self, backend: Servers, lora_path: Any) -> None:
         """Raise BadInputError unless a request's LoRA adapters are all loaded. `lora_path`: a name or a list.
 
         The backend is asked for a name that this engine has not loaded: an earlier engine, or the start of a fleet, may
@@ -407,14 +360,12 @@ class VerlEngine:
         server_args, self._tp_rank = with_common_names(config, server_args), device_mesh_cpu.get_local_rank()
         placement = compute_placement(self._tp_rank, device_mesh_cpu.size(), nnodes, server_args)
         source = BackendSource(launch_server, () if servers is None else servers, fleet)
-        self._backend: Backend | None = None
+        self._backend: Servers | None = None
         self._weights: WeightUpdater | None = None
         self._at_loss: weakref.finalize[..., Any] | None = None
         self._loras = LoraAdapters(server_args)
         _wait_for_lost_engines(2 * timeouts.stop_s)
         self._group = group = connect_coordinator(device_mesh_cpu, nnodes, timeouts.ranks_s)
-        self._control = RankControl(
-            group, self._require_backend, self._require_updater, self._get_refusal, 4 * timeouts.control_s)  # fmt: skip
         self._generation = RankGeneration(group, self._backend_for, self._get_refusal, timeouts.generation_s)
         try:
             self._backend = start_backend(group, placement, source, server_args, config, env or {}, group.fail_all)
@@ -432,7 +383,7 @@ class VerlEngine:
                 end(group.failure)
             group.raise_failure()
             ranks = EngineRanks(group, placement, trainer_ranks, self._backend, timeouts.weights_s)
-            self._weights = start_weight_updater(ranks, self._backend, server_args, weights or WeightsConfig())
+            self._weights = start_weight_updater(ranks, server_args, weights or WeightsConfig())
             self._at_loss = weakref.finalize(self, _end_lost_engine, group, self._backend, self._weights)
             self._at_loss.atexit = False  # the warden ends servers
         except BaseException:
@@ -579,15 +530,42 @@ class VerlEngine:
 
         Raises ServerBusyError while requests run, BadInputError for a server on a GPU without `enable_memory_saver`.
         """
-        self._control.run("release_memory_occupation", lambda backend: backend.release_memory_occupation(tags))
+        self._on_servers("release_memory_occupation", lambda backend: backend.release_memory_occupation(tags))
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Take released memory back. None: all of it. Weights are then torn until all of them are pushed."""
-        self._control.run("resume_memory_occupation", lambda backend: backend.resume_memory_occupation(tags))
+        self._on_servers("resume_memory_occupation", lambda backend: backend.resume_memory_occupation(tags))
 
     def flush_cache(self) -> None:
         """Remove the prefix cache of the servers. Raises ServerBusyError while requests run."""
-        self._control.run("flush_cache", lambda backend: backend.flush_cache())
+        self._on_servers("flush_cache", lambda backend: backend.flush_cache())
+
+    def _on_servers(self, operation: str, action: Callable[[Servers], None]) -> None:
+        """Run `action` on rank 0, and record on all ranks which memory is released afterwards, also when it failed.
+
+        A release that fails may have released the memory of some of the servers. Possible while the weights are torn.
+        """
+
+        error: VerlServerError | None = None
+
+        def act(_: list[Json]) -> Json:
+            nonlocal error
+            servers = self._require_backend()
+            try:
+                action(servers)
+            except VerlServerError as failure:
+                error = failure
+            return {"released": sorted(servers.released_memory), "error": None if error is None else to_wire(error)}
+
+        outcome = self._group.agree(
+            self._group.next_call_id(operation),
+            act,
+            error=self._get_refusal(allow_torn=True),
+            action_timeout_s=4 * self._timeouts.control_s,
+        )
+        self._require_updater().released_memory = frozenset(outcome["released"])
+        if outcome["error"] is not None:
+            raise error or from_wire(outcome["error"])
 
     # -- state --------------------------------------------------------------------------------------
 
@@ -601,13 +579,13 @@ class VerlEngine:
         """The adapter of this node's server, on the node's first rank; of one replica with a fleet. Otherwise None."""
         return None if self._backend is None else self._backend.adapter
 
-    def _backend_for(self, request: Json) -> Backend:
+    def _backend_for(self, request: Json) -> Servers:
         """Rank 0's backend. Raises BadInputError for a request with an unknown LoRA adapter."""
         backend = self._require_backend()
         self._loras.require(backend, request.get("lora_path"))
         return backend
 
-    def _require_backend(self) -> Backend:
+    def _require_backend(self) -> Servers:
         assert self._backend is not None
         return self._backend
 
@@ -645,7 +623,7 @@ class VerlEngine:
         self.shutdown()
 
 
-def _end_use(group: RankCoordinator, backend: Backend | None, weights: WeightUpdater | None) -> None:
+def _end_use(group: RankCoordinator, backend: Servers | None, weights: WeightUpdater | None) -> None:
     """End the use of the servers and free the staging memory."""
     try:
         group.close()
@@ -658,7 +636,7 @@ def _end_use(group: RankCoordinator, backend: Backend | None, weights: WeightUpd
                 weights.close()
 
 
-def _end_lost_engine(group: RankCoordinator, backend: Backend | None, weights: WeightUpdater | None) -> None:
+def _end_lost_engine(group: RankCoordinator, backend: Servers | None, weights: WeightUpdater | None) -> None:
     """Called when nothing refers to an engine any more, for example because a notebook has made another one.
 
     The garbage collector calls it in any thread, also in one that `_end_use` waits for or that holds a lock. So another

@@ -20,7 +20,7 @@ from verl_server.rollout.launchers.local import Launcher, LocalLauncher
 from verl_server.rollout.modes import capabilities_of, parse_mode, parse_parallel_config, server_args_for_mode
 from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.rollout.status import FleetStatus, ReplicaView, fleet_status
-from verl_server.rollout.updates import FleetCalls, FleetLoras, FleetMemory, FleetUpdates, ManagedBackend
+from verl_server.rollout.updates import FleetCalls, FleetLoras, FleetMemory, ManagedBackend
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http import router_metrics
 from verl_server.router.process.supervisor import RouterSupervisor
@@ -104,10 +104,10 @@ class RolloutManager:
         self._recovery = recovering = RecoveryLoop(fleet, targets, recovery or RecoveryConfig(), loras.prepare_server)
         calls = FleetCalls(fleet, self._recovery)
         self._memory = FleetMemory(fleet, calls, targets, self.mode, str(args["model_path"]), recovering.replay_lock)
-        updates = FleetUpdates(fleet, self._recovery, calls, targets, config.timeouts.weights_s)
         self._backend = ManagedBackend(
-            fleet, updates, self._memory, calls, loras, self._dispatcher, self._loop, launcher, self.mode
-        )
+            fleet, recovering, calls, targets, config.timeouts.weights_s,
+            self._memory, loras, self._dispatcher, self._loop, launcher, self.mode,
+        )  # fmt: skip
         try:
             if router_process:
                 host = args.get("host") or launcher.trainer_host

@@ -34,7 +34,7 @@ from verl_server.rollout.recovery import RecoveryLoop
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.targets import RoutingTargets
 from verl_server.types import Json, ServerInfo
-from verl_server.weights.update.options import ReplayFn
+from verl_server.weights.update.options import ReplayFn, Servers
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +130,8 @@ OTHERS_FAIL_S = 1.0
 """Seconds within which the other servers fail, too, if a failure is the fault of the update."""
 
 
-class FleetUpdates:
-    """The replicas of a fleet as the servers of weight updates (`UpdatableServers`)."""
+class FleetUpdates(Servers):
+    """The replicas of a fleet as the servers of weight updates."""
 
     can_leave_out = True
 
@@ -148,13 +148,13 @@ class FleetUpdates:
         self._weights_timeout_s = weights_timeout_s
         self._servers: dict[str, Server] = {}
         """Servers of the update in progress by their names as members, as they were when the attempt began."""
-        self._mode = PauseMode.RETRACT
+        self._pause_mode = PauseMode.RETRACT
         self._is_paused = False
         """Whether `pause` was called and `resume` was not."""
 
     @property
     def members(self) -> Sequence[ServerInfo]:
-        """See `UpdatableServers.members`. Empty while all servers are started again: they get the weights by replay."""
+        """See `Servers.members`. Empty while all servers are started again: they get the weights by replay."""
         with self._fleet.lock:
             members = [(replica.member, (replica, adapter)) for replica, adapter in self.running_servers()]
         self._servers = {member.name: server for member, server in members}
@@ -186,7 +186,7 @@ class FleetUpdates:
             self._fleet.add_phase_seconds(phase, time.monotonic() - started)
 
     def pause(self, mode: PauseMode) -> None:
-        self._mode = PauseMode.RETRACT if mode is PauseMode.WAIT else mode
+        self._pause_mode = PauseMode.RETRACT if mode is PauseMode.WAIT else mode
         with self._timed("pause"):
             if mode is PauseMode.WAIT:
                 try:
@@ -195,7 +195,7 @@ class FleetUpdates:
                     self._fleet.set_admission_paused(False)
                     raise
             self._is_paused = True
-            self._call_members(lambda adapter: adapter.released_memory or adapter.pause_generation(self._mode))
+            self._call_members(lambda adapter: adapter.released_memory or adapter.pause_generation(self._pause_mode))
 
     def _wait_until_idle(self) -> None:
         """Hold new requests in the routers until no request runs. Raises DeadlineError; nothing was changed then."""
@@ -223,14 +223,14 @@ class FleetUpdates:
     def begin_weight_update(self) -> None:
         def begin(adapter: HttpServerEngineAdapter) -> None:
             if not adapter.released_memory and not adapter.paused:  # a server that takes part since the second attempt
-                adapter.pause_generation(self._mode)
+                adapter.pause_generation(self._pause_mode)
             adapter.begin_weight_update()
 
         with self._timed("begin"):
             self._call_members(begin)
 
     def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
-        """See `UpdatableServers.load`.
+        """See `Servers.load`.
 
         Raises at most `OTHERS_FAIL_S` seconds after the first server has failed, because a transport may have to stop
         the others. A replica whose server has died, is being ended or does not answer is left out of the next attempt.
@@ -268,7 +268,7 @@ class FleetUpdates:
             self._call_members(lambda adapter: adapter.end_weight_update())
 
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
-        """See `UpdatableServers.published`. Stale replicas become current only with `whole`, or later by `replay`.
+        """See `Servers.published`. Stale replicas become current only with `whole`, or later by `replay`.
 
         Raises ServerDiedError if no server has the new weights and the trainer does not keep them.
         """
@@ -512,33 +512,35 @@ class FleetLoras:
 
 
 # -- Backend ----------------------------------------------------------------------------------------
-# `ManagedBackend`: a fleet of a `RolloutManager` as the backend of one `VerlEngine` at a time.
+# `ManagedBackend`: a fleet of a `RolloutManager` as the servers of one `VerlEngine` at a time.
 
 R = TypeVar("R")
 
 
-class ManagedBackend:
-    """Implements `verl_server.engine.start.FleetBackend` with the parts of a fleet.
+class ManagedBackend(FleetUpdates):
+    """A fleet as the servers of an engine.
 
     `shutdown` only ends the use by the engine: the fleet belongs to its `RolloutManager`.
     """
 
-    can_leave_out = True
-
     def __init__(
         self,
         fleet: Fleet,
-        updates: FleetUpdates,
-        memory: FleetMemory,
+        recovery: RecoveryLoop,
         calls: FleetCalls,
+        targets: RoutingTargets,
+        weights_timeout_s: float,
+        memory: FleetMemory,
         loras: FleetLoras,
         dispatcher: Dispatcher,
         loop: EventLoopThread,
         launcher: Launcher,
         mode: RolloutMode,
     ) -> None:
-        self._fleet, self._updates, self._memory, self._calls, self._loras = fleet, updates, memory, calls, loras
-        self._dispatcher, self._loop, self._launcher, self._mode = dispatcher, loop, launcher, mode
+        """`weights_timeout_s`: see `FleetUpdates`."""
+        super().__init__(fleet, recovery, calls, targets, weights_timeout_s)
+        self._memory, self._loras, self._dispatcher, self._loop = memory, loras, dispatcher, loop
+        self._launcher, self._mode = launcher, mode
         self._lock = threading.Lock()
         self._is_attached = False
         self._failure: VerlServerError | None = None
@@ -569,7 +571,7 @@ class ManagedBackend:
             if not self._is_attached:
                 return
         if not self._fleet.closed.is_set():
-            self._updates.detach()
+            self.detach()
         with self._lock:
             self._is_attached, self._failure = False, None
 
@@ -578,7 +580,7 @@ class ManagedBackend:
         return self._fleet.weight_version
 
     def parameter_dtypes(self) -> Sequence[Json | None]:
-        """See `Backend.parameter_dtypes`. Servers that start later have the same arguments."""
+        """See `Servers.parameter_dtypes`. Servers that start later have the same arguments."""
         return [parameter_dtypes(adapter.get_server_info()) for adapter in self._fleet.serving_adapters()]
 
     def nearest_transport(self) -> str:
@@ -666,43 +668,14 @@ class ManagedBackend:
 
     def _call_running(self, call: Callable[[HttpServerEngineAdapter], object]) -> None:
         """`_call_all` for adapters, which a server that is started again gets later."""
-        self._calls.call_all(self._updates.running_servers(), call)
+        self._calls.call_all(self.running_servers(), call)
 
-    # -- weight updates, adapters and memory ----------------------------------------------------------
-
-    @property
-    def members(self) -> Sequence[ServerInfo]:
-        return self._updates.members
+    # -- weights, adapters and memory -----------------------------------------------------------------
 
     @property
     def undefined_weights(self) -> str | None:
         cause = "their memory was released, or the update of an earlier VerlEngine failed half-way"
         return undefined_weights_reason(self._fleet.weights_undefined, self._fleet.released_memory, cause)
-
-    def check_weights(self) -> int:
-        """0: the fleet has started its servers, and loads the weights into those that it starts again."""
-        return 0
-
-    def pause(self, mode: PauseMode) -> None:
-        self._updates.pause(mode)
-
-    def resume(self) -> None:
-        self._updates.resume()
-
-    def begin_weight_update(self) -> None:
-        self._updates.begin_weight_update()
-
-    def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
-        self._updates.load(messages, weight_version, flush_cache)
-
-    def end_weight_update(self) -> None:
-        self._updates.end_weight_update()
-
-    def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
-        return self._updates.leave_out(failed, error)
-
-    def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
-        self._updates.published(version, whole, replay)
 
     def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
         self._loras.load(self._call_running, name, tensors, config)

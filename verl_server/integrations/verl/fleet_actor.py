@@ -37,7 +37,7 @@ from verl_server.rollout.launchers.ray_placed_launcher import NodePlace, PlacedL
 from verl_server.rollout.manager import RolloutManager
 from verl_server.types import Json
 from verl_server.validation import require_key
-from verl_server.weights.update.options import UpdatableServers
+from verl_server.weights.update.options import Servers
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ TAKE_TIMEOUT_S = 120.0
 class _Job:
     publication: str
     """Id of the published weights."""
-    servers: UpdatableServers
+    servers: Servers
     offered_at: float = -math.inf
     """Time of the last offer to the trainer (`time.monotonic`)."""
     taken: threading.Event = field(default_factory=threading.Event)
@@ -76,7 +76,7 @@ class ReplayJobs:
         self._jobs: dict[str, _Job] = {}
         self._added = threading.Condition()
 
-    def run(self, publication: str, servers: UpdatableServers) -> None:
+    def run(self, publication: str, servers: Servers) -> None:
         """Load the weights of `publication` into `servers`. Raises the error of the trainer.
 
         Raises VerlServerError, not DeadlineError, if the trainer does not answer: the server is well.
@@ -113,7 +113,7 @@ class ReplayJobs:
                     return None
                 self._added.wait(min(1.0, deadline - now))
 
-    def servers_of(self, job_id: str) -> UpdatableServers:
+    def servers_of(self, job_id: str) -> Servers:
         """The servers of a job. Raises VerlServerError if the job has ended."""
         job = self._jobs.get(job_id)
         if job is None:
@@ -440,7 +440,7 @@ class FleetActor:
             return {"error": to_wire(error)}
 
     async def published(self, version: int, whole: bool, publication: str | None, step: int | None) -> Json:
-        """See `UpdatableServers.published`.
+        """See `Servers.published`.
 
         `publication`: id of the weights if the trainer can replay them. `step`: training step of the weights.
         """

@@ -31,7 +31,7 @@ from verl_server.integrations.verl.fleet_actor import FLEET
 from verl_server.ranks.placement import machine_id
 from verl_server.rollout.launchers.ray_server import first_line
 from verl_server.types import Json, ServerInfo
-from verl_server.weights.update.options import ReplayFn
+from verl_server.weights.update.options import ReplayFn, Servers
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 
 
-class RayTarget:
-    """Servers of the actor (`UpdatableServers`): those of the fleet, or the server of a replay job.
+class RayTarget(Servers):
+    """Servers of the actor: those of the fleet, or the server of a replay job.
 
     `timeout_s`: seconds for one call. The actor's own calls have shorter deadlines, so it is reached only if the actor
     itself does not answer. `get_failure` returns an error that ends calls in flight.
@@ -94,10 +94,6 @@ class RayTarget:
         reason: str | None = self.call("undefined_weights")
         return reason
 
-    def check_weights(self) -> int:
-        """0: the actor owns its servers."""
-        return 0
-
     def pause(self, mode: PauseMode) -> None:
         self.call("pause", mode)
 
@@ -141,7 +137,7 @@ JOIN_TIMEOUT_S = 10.0
 
 
 class RayFleet(RayTarget):
-    """Implements `verl_server.engine.start.FleetBackend`, and is its own `RolloutFleet`."""
+    """The fleet of an actor. It is its own `RolloutFleet`."""
 
     def __init__(self, actor: Any, timeout_s: float) -> None:
         super().__init__(actor, FLEET, timeout_s, lambda: self._failure)
@@ -180,11 +176,6 @@ class RayFleet(RayTarget):
     @property
     def weight_version(self) -> int:
         return int(self.call("weight_version"))
-
-    @property
-    def adapter(self) -> None:
-        """None: the servers belong to the actor."""
-        return None
 
     def parameter_dtypes(self) -> Sequence[Json | None]:
         return list(self.call("parameter_dtypes"))

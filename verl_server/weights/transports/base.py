@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from verl_server.errors import UnsupportedError
 from verl_server.types import Json, ServerInfo
-from verl_server.weights.arena import Arena, Layout, ReceivedReport, Report
+from verl_server.weights.arena import MAX_TP_RANKS, Arena, Layout, ReceivedReport, Report
 from verl_server.weights.verification import XXH3
 
 if TYPE_CHECKING:
@@ -196,6 +197,15 @@ def receiving_ranks(members: Sequence[ServerInfo]) -> Iterator[ReceivingRank]:
     for receiver, (member, tp_rank) in enumerate(ranks):
         server = "the server" if len(members) == 1 else member.name
         yield ReceivingRank(receiver, tp_rank, f"TP rank {tp_rank} of {server}", member.name)
+
+
+def require_few_receivers(members: Sequence[ServerInfo]) -> None:
+    """Raise UnsupportedError if the servers have more TP ranks than one trainer has memory for reports."""
+    tp_ranks = sum(member.tp_size for member in members)
+    if tp_ranks > MAX_TP_RANKS:
+        raise UnsupportedError(
+            f"the servers have {tp_ranks} TP ranks, but one trainer serves at most {MAX_TP_RANKS}: use fewer servers"
+        )
 
 
 # -- Message ----------------------------------------------------------------------------------------

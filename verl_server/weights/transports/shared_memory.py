@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from verl_server.errors import UnsupportedError
 from verl_server.types import Json
 from verl_server.weights.arena import (
     MAX_TP_RANKS,
@@ -23,7 +22,7 @@ from verl_server.weights.arena import (
 )
 from verl_server.weights.device import PinnedMemory
 from verl_server.weights.transports import base
-from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt
+from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, require_few_receivers
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +34,7 @@ class Sender(base.Sender):
     name = "shared_memory"
 
     def prepare(self, attempt: UpdateAttempt) -> None:
-        tp_ranks = sum(member.tp_size for member in attempt.members)
-        if tp_ranks > MAX_TP_RANKS:
-            raise UnsupportedError(
-                f"the servers have {tp_ranks} TP ranks, but one arena serves at most {MAX_TP_RANKS}: use fewer servers"
-            )
+        require_few_receivers(attempt.members)
 
     def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         return {

@@ -1,16 +1,19 @@
-"""The request for one weight update: its options, their validation, and how its outcome is passed to all ranks."""
+"""What all weight updates have: their options, their outcome, and the servers that they are sent to."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from verl_server.config import PauseMode
-from verl_server.errors import BadInputError, TornWeightsError, VerlServerError, from_wire, to_wire
+from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError, VerlServerError, from_wire, to_wire
 from verl_server.types import Json, ServerInfo, WeightUpdateResult
 from verl_server.validation import require_bool
+
+if TYPE_CHECKING:
+    from verl_server.adapter import HttpServerEngineAdapter
 
 
 @dataclass(frozen=True)
@@ -78,55 +81,78 @@ def torn_error(error: VerlServerError, validated: ValidatedUpdate) -> TornWeight
     )
 
 
-def torn_to_message(error: TornWeightsError) -> Json:
-    """The error as rank 0 sends it to all ranks: the arguments of `TornWeightsError`."""
-    return {"message": error.message, **error.details}
+# -- Outcome ----------------------------------------------------------------------------------------
 
 
-def outcome_message(
-    validated: ValidatedUpdate,
-    torn: TornWeightsError | None = None,
-    resume_error: VerlServerError | None = None,
-    **fields: Any,
-) -> Json:
-    """What rank 0 tells all ranks after an update: the version of the update, and whether the weights are torn.
+@dataclass(frozen=True)
+class UpdateOutcome:
+    """What rank 0 tells all ranks about an update that the servers have begun to load.
 
-    `resume_error`: why generation does not continue, although the servers hold the new weights.
+    An outcome without `result` and without `torn` is not the last one: the ranks still have to confirm the update.
     """
-    torn_message = None if torn is None else torn_to_message(torn)
-    resume_message = None if resume_error is None else to_wire(resume_error)
-    return {"weight_version": validated.weight_version, "torn": torn_message, "resume_error": resume_message, **fields}
 
+    weight_version: int
+    """Version of the new weights."""
+    result: WeightUpdateResult | None = None
+    """The result of a published update. Each rank measures its own `gather_s`."""
+    resume_error: VerlServerError | None = None
+    """Why generation does not continue, although the servers hold the new weights. None if it continues."""
+    torn: TornWeightsError | None = None
+    """Why the servers hold a part of the update. None if they hold all of it."""
+    update_id: str = ""
+    """Id of the attempt that has succeeded, for ranks that read reports of their own."""
+    verify: bool = False
+    """Whether these ranks compare checksums."""
 
-def raise_resume_error(outcome: Json) -> None:
-    """Raise the error because of which generation does not continue, if there is one in rank 0's message."""
-    if outcome["resume_error"] is not None:
-        error = from_wire(outcome["resume_error"])
-        error.message = (
-            f"weight version {outcome['weight_version']} is loaded and verified, but generation does not continue: "
-            f"{error.message}"
-        )
-        raise error
+    def to_message(self) -> Json:
+        """The outcome as JSON."""
+        return {
+            **vars(self),
+            "result": None if self.result is None else asdict(self.result),
+            "resume_error": None if self.resume_error is None else to_wire(self.resume_error),
+            "torn": None if self.torn is None else to_wire(self.torn),
+        }
 
+    @classmethod
+    def from_message(cls, message: Json) -> Self:
+        """The outcome that `to_message` described."""
+        result, resume_error, torn = message["result"], message["resume_error"], message["torn"]
+        made = {
+            "result": result and WeightUpdateResult(**result),
+            "resume_error": resume_error and from_wire(resume_error),
+            "torn": torn and from_wire(torn),
+        }
+        return cls(**{**message, **made})
 
-def result_message(**fields: Any) -> Json:
-    """A `WeightUpdateResult` as JSON, without `gather_s`, which each rank measures for itself."""
-    return asdict(WeightUpdateResult(gather_s=math.nan, **fields))
+    @property
+    def is_final(self) -> bool:
+        """Whether the update has ended."""
+        return self.result is not None or self.torn is not None
+
+    def result_of_rank(self, gather_s: float) -> WeightUpdateResult:
+        """The result of a published update on a rank that needed `gather_s`. Raises `resume_error`."""
+        if self.resume_error is not None:
+            raise self.resume_error
+        assert self.result is not None
+        return replace(self.result, gather_s=gather_s)
 
 
 # -- Servers ----------------------------------------------------------------------------------------
-# The servers that a weight update is sent to, as the update protocol sees them.
 
 
-class UpdatableServers(Protocol):
-    """One or more inference servers whose weights can be updated together.
+class Servers(ABC):
+    """One or more inference servers, or an engine in this process, that behave as one. Used by trainer rank 0.
 
-    Trainer rank 0 calls the methods in this order: `pause`, `begin_weight_update`, `load`, `end_weight_update`,
-    `published`, `resume`. Every method raises a `VerlServerError` when a server fails. ServerDiedError and
-    ShutDownError mean that no server is left.
+    This is what a weight update, an engine and a fleet need of them. Servers that only take weights, for example one
+    that was started again, have the abstract methods alone. A weight update calls them in this order: `pause`,
+    `begin_weight_update`, `load`, `end_weight_update`, `published`, `resume`. Every method raises a `VerlServerError`
+    when a server fails. ServerDiedError and ShutDownError mean that no server is left.
     """
 
+    # -- weight updates -----------------------------------------------------------------------------
+
     @property
+    @abstractmethod
     def members(self) -> Sequence[ServerInfo]:
         """The servers that take part in the next attempt at an update.
 
@@ -140,23 +166,30 @@ class UpdatableServers(Protocol):
         that a server was started again, until an update of all tensors is published. None while the weights are
         released: then no update is possible.
         """
+        return None
 
     def check_weights(self) -> int:
         """Ask the members, before an update, whether they still hold the weights that they were given last.
 
-        Returns a weight version that the next one must exceed. `undefined_weights` is not None afterwards if a member
-        was started again. Raises ServerError, once, if another client has changed the weights.
+        Returns a weight version that the next one must exceed; 0 where no other client reaches the weights.
+        `undefined_weights` is not None afterwards if a member was started again. Raises ServerError, once, if another
+        client has changed the weights.
         """
+        return 0
 
+    @abstractmethod
     def pause(self, mode: PauseMode) -> None:
         """Pause generation on every member. `mode` says what happens to running requests."""
 
+    @abstractmethod
     def resume(self) -> None:
         """Continue generation on every member."""
 
+    @abstractmethod
     def begin_weight_update(self) -> None:
         """Open a weight update session on every member."""
 
+    @abstractmethod
     def load(self, messages: Sequence[Json], weight_version: int | None, flush_cache: bool) -> None:
         """Make every TP rank of every member call the weight loader (`verl_server.weights.loader.load`).
 
@@ -165,12 +198,14 @@ class UpdatableServers(Protocol):
         weights. `flush_cache` removes the prefix cache, which was computed with the old weights.
         """
 
+    @abstractmethod
     def end_weight_update(self) -> None:
         """Close the weight update session on every member."""
 
     @property
     def can_leave_out(self) -> bool:
         """Whether `leave_out` can leave members out."""
+        return False
 
     def leave_out(self, failed: Collection[str], error: VerlServerError) -> bool:
         """Called when an attempt failed because of the members named `failed`, with the `error` of the attempt.
@@ -178,7 +213,9 @@ class UpdatableServers(Protocol):
         Returns whether a member that fails repeatedly is left out of the next attempt, so that another attempt can
         succeed.
         """
+        return False
 
+    @abstractmethod
     def published(self, version: int, whole: bool, replay: ReplayFn | None) -> None:
         """Record that all members have loaded and verified weight version `version`. Generation is still paused.
 
@@ -187,6 +224,86 @@ class UpdatableServers(Protocol):
         later, for example into a server that was started again. None if the trainer does not keep them.
         """
 
+    # -- use by an engine ---------------------------------------------------------------------------
 
-ReplayFn = Callable[[UpdatableServers], None]
+    def attach(self) -> None:
+        """Begin to use servers that belong to a fleet. Raises BadInputError when another `VerlEngine` uses them."""
+        return
+
+    @property
+    def adapter(self) -> HttpServerEngineAdapter | None:
+        """The adapter of one server. None for an engine in this process, and for servers of another process."""
+        return None
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the servers have when the trainer starts to use them."""
+        return 0
+
+    def parameter_dtypes(self) -> Sequence[Json | None]:
+        """The report of each server on the dtypes of its parameters. None for one that does not tell."""
+        return [None for _ in self.members]
+
+    def nearest_transport(self) -> str:
+        """Name of the cheapest weight transport that reaches all servers, for as long as they are used."""
+        return "shared_memory"
+
+    @property
+    def trainer_host(self) -> str:
+        """Address of this machine as the servers reach it."""
+        return "127.0.0.1"
+
+    def fail(self, error: VerlServerError) -> None:
+        """Make calls of this trainer that are in flight, and all later calls, raise `error`."""
+        return
+
+    def shutdown(self) -> None:
+        """End the use of the servers. Ends servers that were started for it; other servers keep running."""
+        return
+
+    # -- generation, LoRA adapters and memory -------------------------------------------------------
+
+    def generate(self, **request: Any) -> Any:
+        """Generate for one prompt or many. `request` holds the arguments of `HttpServerEngineAdapter.generate`."""
+        raise _takes_weights_only()
+
+    async def async_generate(self, **request: Any) -> Any:
+        raise _takes_weights_only()
+
+    def generate_stream(self, **request: Any) -> Iterator[Json]:
+        raise _takes_weights_only()
+
+    def async_generate_stream(self, **request: Any) -> AsyncIterator[Json]:
+        raise _takes_weights_only()
+
+    def flush_cache(self) -> None:
+        raise _takes_weights_only()
+
+    def load_lora_adapter(self, name: str, tensors: Mapping[str, Any], config: Json) -> None:
+        raise _takes_weights_only()
+
+    def unload_lora_adapter(self, name: str) -> None:
+        raise _takes_weights_only()
+
+    def list_lora_adapters(self) -> frozenset[str]:
+        """Names of the LoRA adapters that all servers have, whoever loaded them."""
+        raise _takes_weights_only()
+
+    def release_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        raise _takes_weights_only()
+
+    def resume_memory_occupation(self, tags: Sequence[str] | None) -> None:
+        raise _takes_weights_only()
+
+    @property
+    def released_memory(self) -> frozenset[str]:
+        """Memory tags (`MemoryTag`) that are released."""
+        return frozenset()
+
+
+def _takes_weights_only() -> UnsupportedError:
+    return UnsupportedError("these servers take weights, and nothing else, from this process")
+
+
+ReplayFn = Callable[[Servers], None]
 """Loads the weights that were published last into servers that missed the update. Raises VerlServerError."""

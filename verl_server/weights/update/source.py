@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+    from verl_server.ranks.coordinator import RankCoordinator
+
 
 # -- Contributions ----------------------------------------------------------------------------------
 # The contribution of each trainer rank to an update: a digest of its tensor names, which rank 0 compares.
@@ -37,12 +39,6 @@ def contribution_of(names: Sequence[str], has_shards: bool) -> Json:
     `has_shards`: some tensors are DTensors, so every rank must take part.
     """
     return {"num_tensors": len(names), "digest": zlib.crc32("\0".join(names).encode()), "has_shards": has_shards}
-
-
-def require_tensors(contributions: Sequence[Json]) -> None:
-    """Raise BadInputError if rank 0 has no tensors."""
-    if not contributions[0]["num_tensors"]:
-        raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
 
 
 def require_same_shards(contributions: Sequence[Json]) -> None:
@@ -65,10 +61,14 @@ def require_same_names(contributions: Sequence[Json], writers: Container[int] = 
     """Check that all ranks push the same tensors. Raises BadInputError with the first rank that differs from rank 0.
 
     A rank may push nothing when the state dict was gathered on rank 0: unless tensors come in shards, or the rank is
-    among `writers`, the ranks that write staging memory of their own.
+    among `writers`, the ranks that write staging memory of their own. A rank that reads a generator does not know its
+    tensors yet: its digest is None. Then only rank 0's first tensor is checked to exist.
     """
-    require_tensors(contributions)
     first = contributions[0]
+    if not first["num_tensors"]:
+        raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
+    if any(other["digest"] is None for other in contributions):
+        return
     for rank, other in enumerate(contributions):
         must_match = other["num_tensors"] or first["has_shards"] or rank in writers
         if must_match and other["digest"] != first["digest"]:
@@ -288,23 +288,22 @@ class TensorSource:
         """Whether all tensors have been checked."""
         self.pairs: Iterable[tuple[str, torch.Tensor]]
         """Pairs of name and tensor. Of a generator only the first item has been checked to be such a pair."""
+        self.names: list[str] | None = None
+        """The checkpoint names of the tensors in order. None for a generator."""
         self.contribution: Json
-        """What this rank tells rank 0 before the update begins."""
+        """What this rank tells rank 0 before the update begins, see `require_same_names`."""
         if self.is_checked:
             pairs = list(validated_pairs(named_tensors))
-            names, has_shards = _check_all(pairs, manifest, check_finite)
+            self.names, has_shards = _check_all(pairs, manifest, check_finite)
             self.pairs = pairs
-            self.contribution = contribution_of(names, has_shards) | {"names": names}
+            self.contribution = contribution_of(self.names, has_shards)
         else:
             remaining = items_of(named_tensors)
             first = next(remaining, None)
             if first is not None:
                 validated_pair(first)
             self.pairs = _chain(first, remaining)
-            self.contribution = {
-                "num_tensors": int(first is not None), "digest": 0, "has_shards": False, "names": None,
-            }  # fmt: skip
-        self.contribution["is_checked"] = self.is_checked
+            self.contribution = {"num_tensors": int(first is not None), "digest": None, "has_shards": False}
 
 
 def _chain(first: Any, remaining: Iterator[Any]) -> Iterator[Any]:
@@ -586,12 +585,12 @@ class ShardWriter:
     """Writes one rank's part of an update into staging memory.
 
     `staging_tensor(name)` returns the tensor in staging memory, or None on a rank that only takes part in gathering.
-    `writer_ranks`: global ranks that write the same staging memory as this rank. `check_finite`: refuse NaN and
-    infinity. `raise_failure` raises an error when another rank takes no part in gathering any more, and is called
-    before and while a tensor is gathered. `on_bad_tensor` is called with the error before the tensors after a bad one
-    are gathered. `writes_whole_tensors`: this rank writes plain tensors and gathered tensors; the other writers skip
-    them. `copies`: makes the copies, which may run until `write` returns. `checksums` gets the checksums of the tensors
-    that this rank writes whole. `tell_gathers`: see `RankCoordinator.tell_gathers`.
+    `writer_ranks`: global ranks that write the same staging memory as this rank. `call_id`: the call of `coordinator`
+    at which the ranks arrive afterwards. Before and while a tensor is gathered, this rank raises the error that another
+    rank has announced for it, and tells the ranks that it waits. `check_finite`: refuse NaN and infinity.
+    `on_bad_tensor` is called with the error before the tensors after a bad one are gathered. `writes_whole_tensors`:
+    this rank writes plain tensors and gathered tensors; the other writers skip them. `copies`: makes the copies, which
+    may run until `write` returns. `checksums` gets the checksums of the tensors that this rank writes whole.
     """
 
     def __init__(
@@ -599,7 +598,8 @@ class ShardWriter:
         staging_tensor: Callable[[str], torch.Tensor | None],
         manifest: Manifest,
         writer_ranks: frozenset[int],
-        raise_failure: Callable[[], None],
+        coordinator: RankCoordinator,
+        call_id: str,
         *,
         gather_timeout_s: float,
         check_finite: bool,
@@ -608,10 +608,9 @@ class ShardWriter:
         copies: StagingCopies | None = None,
         checksums: StagedChecksums | None = None,
         shared: SharedMeshes | None = None,
-        tell_gathers: Callable[[Json], None] = lambda _: None,
     ) -> None:
         self._staging_tensor, self._manifest, self._writer_ranks = staging_tensor, manifest, writer_ranks
-        self._raise_failure, self._gather_timeout_s = raise_failure, gather_timeout_s
+        self._coordinator, self.call_id, self._gather_timeout_s = coordinator, call_id, gather_timeout_s
         self._check_finite, self._writes_whole_tensors = check_finite, writes_whole_tensors
         self._on_bad_tensor = on_bad_tensor
         self._copies = copies or StagingCopies()
@@ -619,7 +618,7 @@ class ShardWriter:
         self._shared = shared or SharedMeshes()
         self._enters_each = True
         """Whether the ranks that share a mesh agree before each tensor: no rank knows the tensors of a generator."""
-        self._tell_gathers, self._num_gathered = tell_gathers, Counter[str]()
+        self._num_gathered = Counter[str]()
         self.has_gathered_all = False
         """Whether no other rank waits for this rank to gather a tensor with it."""
         self.has_shards = False
@@ -694,7 +693,7 @@ class ShardWriter:
 
     def _end_gathering(self) -> None:
         """This rank has taken part in all collectives: the others learn when they wait for it in a further one."""
-        self._tell_gathers(self._gathers())
+        self._coordinator.tell_gathers(self.call_id, self._gathers())
         self._shared.end(self._enters_each)
         self.has_gathered_all = True
 
@@ -801,7 +800,7 @@ class ShardWriter:
         if is_shared and self._enters_each:
             self._shared.enter([mesh], repr(name))
         if not is_shared:  # the ranks of other engines are not left alone when only this engine has ended
-            self._raise_failure()
+            self._coordinator.raise_failure(self.call_id)
 
         def gather() -> None:
             try:
@@ -820,11 +819,11 @@ class ShardWriter:
             if is_shared:
                 self._shared.raise_loss(mesh)
             else:
-                self._raise_failure()
+                self._coordinator.raise_failure(self.call_id)
             waited_s = time.monotonic() - started
             if waited_s > SLOW_GATHER_S and not has_told:
                 has_told = True
-                self._tell_gathers(self._gathers(waits_in))
+                self._coordinator.tell_gathers(self.call_id, self._gathers(waits_in))
             if waited_s > self._gather_timeout_s:
                 raise DeadlineError(
                     f"gathering a tensor from the trainer's ranks took longer than {self._gather_timeout_s:g} s; "

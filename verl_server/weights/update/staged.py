@@ -10,8 +10,8 @@ node checks the reports of that node. Rank 0 publishes the update and resumes ge
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import math
 import re
 import threading
 import time
@@ -19,9 +19,8 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from verl_server.errors import (
@@ -32,24 +31,19 @@ from verl_server.errors import (
     UnsupportedError,
     VerlServerError,
     WeightManifestError,
-    to_wire,
 )
 from verl_server.types import Json, ServerInfo, WeightUpdateResult
-from verl_server.weights.arena import Arena, Layout, ReceivedReport, tensor_bytes
+from verl_server.weights.arena import Arena, Layout, ReceivedReport
 from verl_server.weights.device import StagingCopies, accelerator, as_current
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import ReceivingRank, Sender, UpdateAttempt, receiving_ranks
 from verl_server.weights.update.options import (
     ReplayFn,
-    UpdatableServers,
+    Servers,
     UpdateOptions,
+    UpdateOutcome,
     ValidatedUpdate,
-    outcome_message,
-    raise_resume_error,
-    result_message,
     torn_error,
-    torn_to_message,
-    validate_options,
 )
 from verl_server.weights.update.source import (
     NamedTensors,
@@ -57,9 +51,14 @@ from verl_server.weights.update.source import (
     StagedChecksums,
     TensorSource,
     contribution_of,
-    require_same_names,
 )
-from verl_server.weights.update.updater import EngineRanks, WeightUpdater
+from verl_server.weights.update.updater import (
+    EngineRanks,
+    WeightUpdater,
+    leave_out_failed,
+    open_session,
+    resume_unchanged,
+)
 from verl_server.weights.verification import shares_are_complete
 
 if TYPE_CHECKING:
@@ -231,11 +230,11 @@ def _verify_coverage(label: str, received: ReceivedReport, is_whole: bool) -> No
 # new weights, and their version counts.
 
 
-@dataclass(frozen=True)
+@dataclass
 class StagedUpdate:
     """Tensors that are staged in the sender's arena, and the servers that have to load them."""
 
-    servers: UpdatableServers
+    servers: Servers
     sender: Sender
     validated: ValidatedUpdate
     names: Sequence[str]
@@ -244,265 +243,164 @@ class StagedUpdate:
     """Checksum of each staged tensor. Empty without verification."""
     manifest: Manifest
     """The model. An update of the whole model must write every parameter of the servers."""
-    load_started: threading.Event = field(default_factory=threading.Event)
-    """Event that is set when a server may hold a part of the update."""
+    may_have_loaded: bool = False
+    """Whether a server may hold a part of the update."""
+    paused_at: float = math.nan
+    """Time of `time.monotonic` just before the servers were paused."""
 
-    def new_attempt(self) -> UpdateAttempt:
+    def commit(self, weights_are_torn: bool) -> UpdateAttempt:
+        """The steps until the reports are verified. Returns the successful attempt; the update can be published then.
+
+        `weights_are_torn`: the servers held torn weights before the update.
+
+        Raises TornWeightsError when a server may hold a part of the update. An exception that is not of this library,
+        for example KeyboardInterrupt, is raised unchanged: the weights are torn if `may_have_loaded` is true.
+        Generation continues only with whole weights: after an error if nothing was loaded and the weights were whole
+        before.
+        """
+        attempt = self._new_attempt()
+        self.paused_at = time.monotonic()
+        try:
+            if attempt.members:  # else all servers of a fleet are started again, and then get the weights by `replay`
+                with self._prepared(attempt):
+                    self.paused_at = time.monotonic()
+                    self.servers.pause(self.validated.pause_mode)
+                    self._load_and_verify(attempt)
+        except TornWeightsError as error:
+            leave_out_failed(self.servers, error)
+            logger.warning("%s The update is tried once more.", error.message)
+            return self._retry()
+        except (ServerDiedError, ShutDownError):
+            raise
+        except BaseException as error:
+            if not weights_are_torn and not self.may_have_loaded:
+                resume_unchanged(self.servers)
+            elif isinstance(error, VerlServerError):
+                raise torn_error(error, self.validated) from error
+            raise
+        return attempt
+
+    def _retry(self) -> UpdateAttempt:
+        """Repeat an update that left torn weights, on the servers that are left. They are still paused.
+
+        If a part of the servers fails again, and these servers are left out, the update is repeated once more. Raises
+        TornWeightsError if it fails.
+        """
+        try:
+            return self._repeat()
+        except TornWeightsError as error:
+            if not leave_out_failed(self.servers, error):
+                raise
+            logger.warning("%s The update is tried without the servers %s.", error.message, error.details["servers"])
+        return self._repeat()
+
+    def _repeat(self) -> UpdateAttempt:
+        """One more attempt at an update that left torn weights. Raises TornWeightsError if it fails."""
+        attempt = self._new_attempt()
+        if not attempt.members:
+            return attempt
+        try:
+            with self._prepared(attempt):
+                self._load_and_verify(attempt)
+        except (TornWeightsError, ServerDiedError, ShutDownError):
+            raise
+        except VerlServerError as error:
+            raise torn_error(error, self.validated) from error
+        return attempt
+
+    def replay(self) -> None:
+        """Load published weights into servers that missed their update, if the same weights are still staged.
+
+        Raises VerlServerError; the servers then hold no whole weights.
+        """
+        attempt = self._new_attempt()
+        with self._prepared(attempt):
+            self.servers.pause(self.validated.pause_mode)
+            self._load_and_verify(attempt)
+            # A trainer rank may stage the next update in the meantime, perhaps just behind the reader.
+            staged = StagedChecksums(self.sender.arena.tensor, self.sender.settings.checksum)
+            if staged.values(self.names) != self.checksums:
+                raise VerlServerError("the staged weights have changed while a server loaded the published weights")
+            self.servers.resume()
+
+    def _new_attempt(self) -> UpdateAttempt:
         """An attempt at this update, on the servers that take part now."""
         return UpdateAttempt(uuid.uuid4().hex, self.names, self.validated.verify, self.servers.members)
 
-
-def commit(
-    servers: UpdatableServers,
-    sender: Sender,
-    names: Sequence[str],
-    checksums: Sequence[int],
-    validated: ValidatedUpdate,
-    publish: Callable[[Sequence[int]], None],
-    *,
-    manifest: Manifest,
-    weights_are_torn: bool,
-    load_started: threading.Event | None = None,
-    resumes: bool = True,
-) -> tuple[Json, UpdateAttempt, VerlServerError | None]:
-    """Make the servers load the tensors `names`, in the order of the layout, which are staged in the sender's arena.
-
-    `checksums`: checksum of each of them, empty without verification. `publish` is called with the checksums when all
-    servers have verified the update and before generation continues. `manifest`: that of the model.
-    `weights_are_torn`: the servers held torn weights before the update. `load_started` is set when a server may hold a
-    part of the update. `resumes`: whether generation continues after a success. If False, the caller calls
-    `resume_published`.
-
-    Returns the result as JSON, the successful attempt, and the error if generation does not continue on all servers.
-    Raises TornWeightsError when a server may hold a part of the update. An exception that is not of this library, for
-    example KeyboardInterrupt, is raised unchanged: the weights are torn if `load_started` is set. Generation continues
-    only with whole weights: after a success, or when nothing was loaded and the weights were whole before.
-    """
-    load_started = load_started or threading.Event()
-    update = StagedUpdate(servers, sender, validated, names, checksums, manifest, load_started)
-    attempt = update.new_attempt()
-    started = time.monotonic()
-    try:
-        if not attempt.members:  # all servers of a fleet are started again, and then get the weights by `replay`
-            publish(checksums)
-        else:
-            with prepare(update, attempt):
-                started = time.monotonic()
-                servers.pause(validated.pause_mode)
-                load_and_verify(update, attempt)
-                publish(checksums)
-    except TornWeightsError as error:
-        leave_out_failed(servers, error)
-        logger.warning("%s The update is tried once more.", error.message)
-        attempt = retry(update, publish)
-    except (ServerDiedError, ShutDownError):
-        raise
-    except BaseException as error:
-        if not weights_are_torn and not load_started.is_set():
-            resume_unchanged(servers)
-        elif isinstance(error, VerlServerError):
-            raise torn_error(error, validated) from error
-        raise
-    resume_error = resume_published(servers, validated) if resumes else None
-    return _result_of(update, load_s=time.monotonic() - started), attempt, resume_error
-
-
-def retry(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> UpdateAttempt:
-    """Repeat an update that left torn weights, on the servers that are left. They are still paused.
-
-    If a part of the servers fails again, and these servers are left out, the update is repeated once more. Raises
-    TornWeightsError if it fails.
-    """
-    try:
-        return repeat(update, publish)
-    except TornWeightsError as error:
-        if not leave_out_failed(update.servers, error):
-            raise
-        logger.warning("%s The update is tried without the servers %s.", error.message, error.details["servers"])
-    return repeat(update, publish)
-
-
-def repeat(update: StagedUpdate, publish: Callable[[Sequence[int]], None]) -> UpdateAttempt:
-    """One more attempt at an update that left torn weights. Raises TornWeightsError if it fails."""
-    attempt = update.new_attempt()
-    if not attempt.members:
-        publish(update.checksums)
-        return attempt
-    try:
-        with prepare(update, attempt):
-            load_and_verify(update, attempt)
-            publish(update.checksums)
-    except (TornWeightsError, ServerDiedError, ShutDownError):
-        raise
-    except VerlServerError as error:
-        raise torn_error(error, update.validated) from error
-    return attempt
-
-
-def leave_out_failed(servers: UpdatableServers, error: VerlServerError) -> bool:
-    """Tell the servers which of them caused the `error` of an attempt. Returns whether some are left out from now on.
-
-    `details["servers"]` of the error has their names as members of the update.
-    """
-    failed = error.details.get("servers", ())
-    return bool(failed) and servers.leave_out(failed, error)
-
-
-def replay(
-    servers: UpdatableServers,
-    sender: Sender,
-    validated: ValidatedUpdate,
-    published_checksums: Mapping[str, int],
-    manifest: Manifest,
-) -> None:
-    """Load the published weights into servers that missed their update, if the same weights are still staged.
-
-    `published_checksums`: checksum of each published tensor. Raises VerlServerError; the servers then hold no whole
-    weights.
-    """
-    names = sender.layout.in_order(list(published_checksums))
-    expected = [published_checksums[name] for name in names]
-    update = StagedUpdate(servers, sender, validated, names, expected, manifest)
-    attempt = UpdateAttempt(uuid.uuid4().hex, names, verify=True, members=servers.members)
-    with prepare(update, attempt):
-        servers.pause(validated.pause_mode)
-        load_and_verify(update, attempt)
-        # A trainer rank may stage the next update in the meantime, perhaps just behind the reader.
-        if StagedChecksums(sender.arena.tensor, sender.settings.checksum).values(names) != expected:
-            raise VerlServerError("the staged weights have changed while a server loaded the published weights")
-        servers.resume()
-
-
-# -- the steps ---------------------------------------------------------------------------------------
-
-
-def resume_published(servers: UpdatableServers, validated: ValidatedUpdate) -> VerlServerError | None:
-    """Continue generation after an update was published. Returns the error if that fails twice."""
-    return _resume_twice(servers, f"after weight version {validated.weight_version}")
-
-
-def resume_unchanged(servers: UpdatableServers) -> None:
-    """Continue generation after an update that has loaded nothing. Errors are logged: that of the update is raised."""
-    if error := _resume_twice(servers, "after an update that has loaded nothing"):
-        logger.error("generation does not continue: %s", error)
-
-
-def _resume_twice(servers: UpdatableServers, when: str) -> VerlServerError | None:
-    try:
-        servers.resume()
-    except VerlServerError as first:
-        logger.warning("generation does not continue %s: %s", when, first)
+    @contextmanager
+    def _prepared(self, attempt: UpdateAttempt) -> Iterator[None]:
+        """Prepare the transport before the body, and finish the attempt after the body in any case."""
         try:
-            servers.resume()
-        except VerlServerError as second:
-            return second
-    return None
-
-
-@contextmanager
-def prepare(update: StagedUpdate, attempt: UpdateAttempt) -> Iterator[None]:
-    """Prepare the transport before the body, and finish the attempt after the body in any case."""
-    sender = update.sender
-    try:
-        sender.prepare(attempt)
-        yield
-    except BaseException:
-        sender.finish(attempt, succeeded=False)
-        raise
-    sender.finish(attempt, succeeded=True)
-
-
-def load_and_verify(update: StagedUpdate, attempt: UpdateAttempt) -> None:
-    """The steps begin, open, load, end and verify reports. Raises TornWeightsError for any failure after `open`.
-
-    With several servers of which some can be left out, for any failure after `begin`.
-    """
-    servers, sender, validated = update.servers, update.sender, update.validated
-    messages = [
-        {
-            "transport": sender.name,
-            "update_id": attempt.id,
-            "verify": attempt.verify,
-            "checksum": sender.settings.checksum,
-            **sender.loader_message(attempt, member_index),
-        }
-        for member_index in range(len(attempt.members))
-    ]
-    try:
-        with open_session(servers):
-            if servers.can_leave_out and len(attempt.members) > 1:  # it is repeated, without those that fail again
-                update.load_started.set()
-            if attempt.members != sender.opened_members:
-                servers.load([{**message, "opens_only": True} for message in messages], None, flush_cache=False)
-                opening = replace(attempt, verify=False)
-                ranks = sender.receiving_ranks(opening)
-                require_opened(sender.name, [(rank, sender.read_report(opening, rank.receiver)) for rank in ranks])
-                sender.opened_members = attempt.members
-            update.load_started.set()
-            load_and_deliver(update, attempt, messages)
-        verify_reports(
-            sender.reports(attempt),
-            attempt,
-            update.checksums,
-            is_whole=update.manifest.is_whole(update.names),
-            optional=update.manifest.not_required,
-        )
-    except (ServerDiedError, ShutDownError):
-        raise  # no server is left whose weights could be torn
-    except VerlServerError as error:
-        if not update.load_started.is_set():
+            self.sender.prepare(attempt)
+            yield
+        except BaseException:
+            self.sender.finish(attempt, succeeded=False)
             raise
-        raise torn_error(error, validated) from error
+        self.sender.finish(attempt, succeeded=True)
 
+    def _load_and_verify(self, attempt: UpdateAttempt) -> None:
+        """The steps begin, open, load, end and verify reports. Raises TornWeightsError for any failure after `open`.
 
-@contextmanager
-def open_session(servers: UpdatableServers) -> Iterator[None]:
-    """A weight update session on every server during the body, or on none if a server refuses it."""
-    try:
-        servers.begin_weight_update()
-        yield
-    except BaseException:
-        with suppress(VerlServerError):
-            servers.end_weight_update()
-        raise
-    servers.end_weight_update()  # a session that an interrupt leaves open here is closed by the next `begin`
+        With several servers of which some can be left out, for any failure after `begin`.
+        """
+        servers, sender = self.servers, self.sender
+        messages = [
+            {
+                "transport": sender.name,
+                "update_id": attempt.id,
+                "verify": attempt.verify,
+                "checksum": sender.settings.checksum,
+                **sender.loader_message(attempt, member_index),
+            }
+            for member_index in range(len(attempt.members))
+        ]
+        try:
+            with open_session(servers):
+                if servers.can_leave_out and len(attempt.members) > 1:  # it is repeated, without those that fail again
+                    self.may_have_loaded = True
+                if attempt.members != sender.opened_members:
+                    servers.load([{**message, "opens_only": True} for message in messages], None, flush_cache=False)
+                    opening = replace(attempt, verify=False)
+                    ranks = sender.receiving_ranks(opening)
+                    require_opened(sender.name, [(rank, sender.read_report(opening, rank.receiver)) for rank in ranks])
+                    sender.opened_members = attempt.members
+                self.may_have_loaded = True
+                self._load_and_deliver(attempt, messages)
+            verify_reports(
+                sender.reports(attempt),
+                attempt,
+                self.checksums,
+                is_whole=self.manifest.is_whole(self.names),
+                optional=self.manifest.not_required,
+            )
+        except (ServerDiedError, ShutDownError):
+            raise  # no server is left whose weights could be torn
+        except VerlServerError as error:
+            if not self.may_have_loaded:
+                raise
+            raise torn_error(error, self.validated) from error
 
+    def _load_and_deliver(self, attempt: UpdateAttempt, messages: Sequence[Json]) -> None:
+        """Make the servers load while the transport delivers, and wait for both.
 
-def load_and_deliver(update: StagedUpdate, attempt: UpdateAttempt, messages: Sequence[Json]) -> None:
-    """Make the servers load while the transport delivers, and wait for both.
-
-    The servers' error is raised rather than that of the transport, because it says more than an error that follows from
-    it. An interrupt such as KeyboardInterrupt is raised unchanged. Whenever it comes, the servers learn of it before
-    anything waits for them.
-    """
-    servers, validated = update.servers, update.validated
-    loading: Future[None] | None = None
-    pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-load")
-    try:
-        loading = started = pool.submit(servers.load, messages, validated.weight_version, validated.flush_cache)
-        update.sender.deliver(attempt, is_loading=lambda: not started.done())
-        loading.result()
-    except BaseException as error:
-        update.sender.abandon(error)
-        if loading is not None and isinstance(error, Exception):
+        The servers' error is raised rather than that of the transport, because it says more than an error that follows
+        from it. An interrupt such as KeyboardInterrupt is raised unchanged. Whenever it comes, the servers learn of it
+        before anything waits for them.
+        """
+        version, flushes = self.validated.weight_version, self.validated.flush_cache
+        loading: Future[None] | None = None
+        pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-load")
+        try:
+            loading = started = pool.submit(self.servers.load, messages, version, flushes)
+            self.sender.deliver(attempt, is_loading=lambda: not started.done())
             loading.result()
-        raise
-    finally:
-        pool.shutdown()
-
-
-def _result_of(update: StagedUpdate, load_s: float) -> Json:
-    slots = update.sender.layout.slots
-    return result_message(
-        weight_version=update.validated.weight_version,
-        num_tensors=len(update.names),
-        num_bytes=sum(tensor_bytes(slots[name].spec) for name in update.names),
-        num_missing=update.manifest.num_missing(update.names),
-        transport=update.sender.name,
-        staging_bytes=update.sender.layout.size_bytes,
-        sent_bytes=update.sender.sent_bytes,
-        load_s=load_s,
-    )
+        except BaseException as error:
+            self.sender.abandon(error)
+            if loading is not None and isinstance(error, Exception):
+                loading.result()
+            raise
+        finally:
+            pool.shutdown()
 
 
 # -- Whole modules ----------------------------------------------------------------------------------
@@ -594,8 +492,8 @@ class StagedUpdater(WeightUpdater):
         """Held while the sender is used: by an update, or by the replay of an update into another server."""
         self._published_checksums: dict[str, int] = {}
         """Checksum of each published tensor, on rank 0."""
-        self._publish_and_resume: Callable[[], VerlServerError | None] = lambda: None
-        """On rank 0 of several nodes: the last steps of the update that all servers have loaded."""
+        self._unpublished: StagedUpdate | None = None
+        """On rank 0 of several nodes: the update that all servers have loaded last."""
 
     def _update(
         self, named_tensors: NamedTensors, options: UpdateOptions, refusal: VerlServerError | None
@@ -607,14 +505,14 @@ class StagedUpdater(WeightUpdater):
             self._arena.tensor,
             self.manifest,
             self._writer_ranks,
-            partial(self.coordinator.raise_failure, call_id),
+            self.coordinator,
+            call_id,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=options.check_finite and not isinstance(named_tensors, Sized),
             writes_whole_tensors=self._is_node_leader,
             copies=StagingCopies(self._arena.pin),
             checksums=checksums if options.verify else None,
             shared=self.shared,
-            tell_gathers=partial(self.coordinator.tell_gathers, call_id),
         )
 
         def check_and_write() -> list[str]:
@@ -629,170 +527,142 @@ class StagedUpdater(WeightUpdater):
                 raise
             return writer.write(source.pairs)
 
-        written, error = self.run_writing(writer, call_id, check_and_write)
+        written, error = self.run_writing(writer, check_and_write)
         names = written or []
         gather_s = time.monotonic() - started
         if self._is_node_leader and self.coordinator.rank != 0 and names:  # the arena of another node
             self._arena.write_table(self._layout.in_order(names))
-        outcome = self.coordinator.agree(
+        message = self.coordinator.agree(
             call_id,
-            lambda contributions: self._commit(contributions, names, options, checksums),
+            lambda contributions: self._commit(contributions, names, options, checksums).to_message(),
             contribution=contribution_of(names, writer.has_shards),
             error=error,
             action_timeout_s=4 * self.ranks.timeout_s,
         )
-        if self.ranks.placement.nnodes > 1 and outcome["torn"] is None:
+        outcome = UpdateOutcome.from_message(message)
+        if not outcome.is_final:
             outcome = self._confirm_on_all_nodes(outcome, names, checksums, f"{call_id}/confirm")
-        self.adopt_outcome(outcome)
-        if self.torn is not None:
-            raise self.torn
-        raise_resume_error(outcome)
-        return dataclasses.replace(WeightUpdateResult(**outcome["result"]), gather_s=gather_s)
+        self.adopt(outcome)
+        return outcome.result_of_rank(gather_s)
 
     # -- rank 0 -------------------------------------------------------------------------------------
 
     def _commit(
         self, contributions: list[Json], names: list[str], options: UpdateOptions, staged_checksums: StagedChecksums
-    ) -> Json:
+    ) -> UpdateOutcome:
         """On rank 0: check that all ranks pushed the same tensors, then make the servers load them.
 
-        With one node, the update is published and generation continues. With several nodes, `_publish_and_resume` does
-        both later.
+        With one node, the update is published and generation continues. With several nodes, `_confirm_on_all_nodes`
+        does both later.
         """
-        servers, sender = self.ranks.servers, self._sender
-        assert servers is not None
-        validated = validate_options(options, max(self.weight_version, servers.check_weights()))
-        nnodes = self.ranks.placement.nnodes
-        node_leaders = range(0, len(contributions), len(contributions) // nnodes) if nnodes > 1 else ()
-        require_same_names(contributions, writers=node_leaders)
-        self.begin(names)
+        servers, sender, nnodes = self.servers, self._sender, self.ranks.placement.nnodes
+        node_leaders = range(0, len(contributions), len(contributions) // nnodes)
+        validated = self.begin(contributions, names, options, node_leaders)
         assert sender is not None
-        ordered_names = self._layout.in_order(names := self._complete_modules(names, servers))
-
-        def publish(checksums: Sequence[int]) -> None:
-            self._publish(servers, validated, ordered_names, checksums)
-
-        def publish_later(checksums: Sequence[int]) -> None:
-            def publish_and_resume() -> VerlServerError | None:
-                publish(checksums)
-                return resume_published(servers, validated)
-
-            self._publish_and_resume = publish_and_resume
-
-        load_started = threading.Event()
-        missing_from = self.missing_from(ordered_names)
+        ordered_names = self._layout.in_order(self._complete_modules(names, servers))
+        values = staged_checksums.values(ordered_names) if validated.verify else []
+        update = StagedUpdate(servers, sender, validated, ordered_names, values, self.manifest)
         try:
             with self._sender_lock:
                 self._arena.write_table(ordered_names)
-                result, attempt, resume_error = commit(
-                    servers,
-                    sender,
-                    ordered_names,
-                    staged_checksums.values(ordered_names) if validated.verify else [],
-                    validated,
-                    publish if nnodes == 1 else publish_later,
-                    manifest=self.manifest,
-                    weights_are_torn=self.find_torn() is not None,
-                    load_started=load_started,
-                    resumes=nnodes == 1,
-                )
+                attempt = update.commit(weights_are_torn=self.find_torn() is not None)
+                if nnodes == 1:
+                    return self._publish_and_resume(update)
         except TornWeightsError as error:
-            return outcome_message(validated, error, update_id=None, verify=validated.verify)
+            return UpdateOutcome(validated.weight_version, torn=error)
         except VerlServerError:
             raise
         except BaseException as failure:  # for example KeyboardInterrupt, or an OSError of the transport
-            if load_started.is_set():
+            if update.may_have_loaded:
                 self.torn = torn_error(VerlServerError(f"{type(failure).__name__}: {failure}"), validated)
             raise
-        if nnodes > 1:
-            self.torn = TornWeightsError("the weight update was loaded, but not all nodes have confirmed it")
-        result["missing_from"] = missing_from
-        return outcome_message(
-            validated, resume_error=resume_error, result=result, update_id=attempt.id, verify=validated.verify
-        )
+        self._unpublished = update
+        self.torn = TornWeightsError("the weight update was loaded, but not all nodes have confirmed it")
+        return UpdateOutcome(validated.weight_version, update_id=attempt.id, verify=validated.verify)
 
     @property
     def keeps_published(self) -> bool:
         return self._lacking.issubset(self._published_checksums)
 
-    def _complete_modules(self, names: list[str], servers: UpdatableServers) -> list[str]:
+    def _complete_modules(self, names: list[str], servers: Servers) -> list[str]:
         checksums = StagedChecksums(self._arena.tensor, self._checksum)
         return complete_modules(names, servers.members, self.manifest, self._published_checksums, checksums.values)
 
-    def _publish(
-        self,
-        servers: UpdatableServers,
-        validated: ValidatedUpdate,
-        ordered_names: Sequence[str],
-        checksums: Sequence[int],
-    ) -> None:
-        """Record the checksums of the new weights, and tell the servers' owner of the new version.
+    def _publish_and_resume(self, update: StagedUpdate) -> UpdateOutcome:
+        """Record the checksums of the new weights, tell the servers' owner of the new version, and resume generation.
 
         Without verification there are no checksums. Then the weights cannot be replayed until the next update of all
         tensors with verification.
         """
-        published = (
-            {**self._published_checksums, **dict(zip(ordered_names, checksums, strict=True))} if checksums else {}
-        )
-        keeps_all = self._lacking.union(ordered_names).issubset(published)
-        replay = self._replay_of(validated, published) if keeps_all else None
-        before, self.weight_version = self.weight_version, validated.weight_version  # also if an interrupt comes now
-        is_enough = self.record_published(ordered_names)
-        try:
-            servers.published(validated.weight_version, is_enough, replay)
-        except ServerDiedError:  # no server has the new weights
-            self.weight_version = before
-            raise
+        new = dict(zip(update.names, update.checksums, strict=True)) if update.checksums else {}
+        published = {**self._published_checksums, **new} if new else {}
+        keeps_all = self._lacking.union(update.names).issubset(published)
+        replay = self._replay_of(update.validated, published) if keeps_all else None
+        missing_from = self.publish(update.validated, update.names, replay)
         self._published_checksums = published
+        return self.resume_with(
+            update.validated,
+            update.names,
+            missing_from,
+            transport=update.sender.name,
+            staging_bytes=self._layout.size_bytes,
+            sent_bytes=update.sender.sent_bytes,
+            paused_at=update.paused_at,
+        )
 
     def _replay_of(self, validated: ValidatedUpdate, checksums: Mapping[str, int]) -> ReplayFn:
         """A function that loads the weights published now into other servers, while the weights are still staged.
 
-        Another thread may call the function. It uses the device that is current in the present thread.
+        `checksums`: checksum of each published tensor. Another thread may call the function. It uses the device that is
+        current in the present thread.
         """
         device = accelerator()
+        names = self._layout.in_order(list(checksums))
 
-        def load_published(servers: UpdatableServers) -> None:
+        def load_published(servers: Servers) -> None:
             assert self._sender is not None
+            values = [checksums[name] for name in names]
             with self._sender_lock, as_current(device):
-                self._arena.write_table(self._layout.in_order(list(checksums)))
-                replay(servers, self._sender, validated, checksums, self.manifest)
+                self._arena.write_table(names)
+                StagedUpdate(servers, self._sender, validated, names, values, self.manifest).replay()
 
         return load_published
 
     # -- several nodes ------------------------------------------------------------------------------
 
-    def _confirm_on_all_nodes(self, outcome: Json, names: list[str], checksums: StagedChecksums, call_id: str) -> Json:
+    def _confirm_on_all_nodes(
+        self, loaded: UpdateOutcome, names: list[str], checksums: StagedChecksums, call_id: str
+    ) -> UpdateOutcome:
         """With several nodes, the first rank of each node checks the reports of the TP ranks on its node.
 
         If all are good, rank 0 publishes the update and resumes generation. Returns the outcome of the update.
         """
         error = None
         if self._is_node_leader and self.coordinator.rank != 0:  # `commit` has checked the reports of the first node
-            error = self._report_error(outcome["update_id"], outcome["verify"], names, checksums)
+            error = self._report_error(loaded, names, checksums)
 
         def publish_and_resume(_: list[Json]) -> Json:
-            resume_error = self._publish_and_resume()
-            return outcome | {"resume_error": None if resume_error is None else to_wire(resume_error)}
+            assert self._unpublished is not None
+            return self._publish_and_resume(self._unpublished).to_message()
 
         try:
-            confirmed: Json = self.coordinator.agree(
+            message = self.coordinator.agree(
                 call_id, publish_and_resume, error=error, action_timeout_s=2 * self.ranks.timeout_s
             )
         except (ServerDiedError, ShutDownError):
             raise  # no server is left whose weights could be torn
         except VerlServerError as failure:
             torn = TornWeightsError(f"the weight update failed on a node: {failure.message}", **failure.details)
-            return outcome | {"torn": torn_to_message(torn)}
-        return confirmed
+            return replace(loaded, torn=torn)
+        return UpdateOutcome.from_message(message)
 
     def _report_error(
-        self, update_id: str, verify: bool, names: list[str], checksums: StagedChecksums
+        self, loaded: UpdateOutcome, names: list[str], checksums: StagedChecksums
     ) -> VerlServerError | None:
         """On the first rank of a node: the error that a TP rank of this node reported, or None."""
         assert self._sender is not None
-        assert self.ranks.servers is not None
-        attempt = UpdateAttempt(update_id, self._layout.in_order(names), verify, self.ranks.servers.members)
+        verify = loaded.verify
+        attempt = UpdateAttempt(loaded.update_id, self._layout.in_order(names), verify, self.servers.members)
         try:
             values = checksums.values(attempt.names) if verify else []
             verify_reports(

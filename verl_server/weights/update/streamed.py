@@ -12,7 +12,6 @@ A failure after `open` leaves the weights torn: no copy of the tensors is kept f
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 import uuid
@@ -20,13 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_server.config import PauseMode
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
-from verl_server.weights.arena import MAX_TP_RANKS, tensor_bytes
 from verl_server.weights.device import StagingCopies, accelerator, as_current
 from verl_server.weights.double_buffer.buffer import (
     CHECKSUM_READER,
@@ -38,16 +35,13 @@ from verl_server.weights.double_buffer.buffer import (
     DoubleBufferLayout,
 )
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks
+from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks, require_few_receivers
 from verl_server.weights.update.options import (
-    UpdatableServers,
+    Servers,
     UpdateOptions,
+    UpdateOutcome,
     ValidatedUpdate,
-    outcome_message,
-    raise_resume_error,
-    result_message,
     torn_error,
-    validate_options,
 )
 from verl_server.weights.update.source import (
     NamedTensors,
@@ -56,18 +50,15 @@ from verl_server.weights.update.source import (
     contribution_of,
     enter_meshes,
     require_same_names,
-    require_tensors,
 )
-from verl_server.weights.update.staged import (
-    first_error,
+from verl_server.weights.update.staged import first_error, require_opened, verify_reports
+from verl_server.weights.update.updater import (
+    EngineRanks,
+    WeightUpdater,
     leave_out_failed,
     open_session,
-    require_opened,
-    resume_published,
     resume_unchanged,
-    verify_reports,
 )
-from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 from verl_server.weights.verification import Checksums, choose_algorithm
 
 if TYPE_CHECKING:
@@ -116,7 +107,7 @@ class ServerSession:
     Raises UnsupportedError if the servers have more TP ranks than a double buffer serves.
     """
 
-    def __init__(self, servers: UpdatableServers, opened: OpenedUpdate) -> None:
+    def __init__(self, servers: Servers, opened: OpenedUpdate) -> None:
         self._servers, self.opened = servers, opened
         self._validated, self.members = opened.validated, opened.members
         self._steps = ExitStack()
@@ -124,16 +115,11 @@ class ServerSession:
         self._loading: Future[None] | None = None
         self.may_have_loaded = False
         """Whether a server may hold a part of the update."""
-        self.pause_started = math.nan
+        self.paused_at = math.nan
         """Time of `time.monotonic` just before the servers were paused."""
-        tp_ranks = sum(member.tp_size for member in self.members)
-        if not tp_ranks:
+        if not self.members:
             raise ServerDiedError("no server runs now, and this transport does not keep the weights for later")
-        if tp_ranks > MAX_TP_RANKS:
-            raise UnsupportedError(
-                f"the servers have {tp_ranks} TP ranks, but one trainer serves at most {MAX_TP_RANKS}: "
-                "use fewer servers"
-            )
+        require_few_receivers(self.members)
 
     def open(self, weights_are_torn: bool, prepare: Callable[[], None], message: Json) -> None:
         """Pause generation, open the session, call `prepare` and start the loaders of all servers with `message`.
@@ -141,7 +127,7 @@ class ServerSession:
         `prepare` must not change the weights. The loaders run in a background thread until `end`. After an error before
         a loader was started, generation continues unless the weights were torn.
         """
-        self.pause_started = time.monotonic()
+        self.paused_at = time.monotonic()
         try:
             self._servers.pause(self._validated.pause_mode)
             self._steps.enter_context(open_session(self._servers))
@@ -188,8 +174,8 @@ class ServerSession:
             if loading is not None:
                 loading.result()
 
-    def torn_outcome(self, error: VerlServerError, cause: VerlServerError) -> Json:
-        """The message about an update that failed with `error`. A server that fails repeatedly is left out of the next.
+    def torn_outcome(self, error: VerlServerError, cause: VerlServerError) -> UpdateOutcome:
+        """The outcome of an update that failed with `error`. A server that fails repeatedly is left out of the next.
 
         `cause`: the error that the caller receives.
         """
@@ -197,15 +183,7 @@ class ServerSession:
         if (failed := error.details.get("servers")) is not None:
             torn.details["servers"] = failed
         leave_out_failed(self._servers, torn)
-        return outcome_message(self._validated, torn)
-
-    def publish_and_resume(self, whole: bool) -> VerlServerError | None:
-        """Record the new weight version, and continue generation. `whole`: the update contained all tensors.
-
-        Returns the error if generation does not continue.
-        """
-        self._servers.published(self._validated.weight_version, whole, None)
-        return resume_published(self._servers, self._validated)
+        return UpdateOutcome(self._validated.weight_version, torn=torn)
 
 
 # -- Opening ----------------------------------------------------------------------------------------
@@ -478,7 +456,7 @@ class StreamedUpdater(WeightUpdater):
         try:
             message = self.coordinator.agree(
                 call_id,
-                lambda contributions: self._open(contributions, options),
+                lambda contributions: self._open(contributions, None if source is None else source.names, options),
                 contribution=None if source is None else source.contribution,
                 error=error,
                 action_timeout_s=4 * self.ranks.timeout_s,
@@ -500,8 +478,7 @@ class StreamedUpdater(WeightUpdater):
             if self._filler is not None:
                 self._filler.close()
             self._session = self._filler = None
-        raise_resume_error(outcome)
-        return dataclasses.replace(WeightUpdateResult(**outcome["result"]), gather_s=gather_s)
+        return outcome.result_of_rank(gather_s)
 
     def _read(self, named_tensors: NamedTensors, check_finite: bool, refusal: VerlServerError | None) -> TensorSource:
         """Check the tensors. If the ranks of other engines have refused theirs, no server is paused."""
@@ -529,38 +506,39 @@ class StreamedUpdater(WeightUpdater):
 
     def _fill_and_finish(
         self, call_id: str, source: TensorSource, opened: OpenedUpdate, check_finite: bool
-    ) -> tuple[Json, float]:
-        """The steps after `open`. Returns rank 0's message about the outcome, and the seconds that reading took."""
+    ) -> tuple[UpdateOutcome, float]:
+        """The steps after `open`. Returns the outcome, and the seconds that reading took. Raises TornWeightsError."""
         load_id = f"{call_id}/load"
         names, has_shards, error = self._fill(load_id, source, opened, check_finite)
         gather_s = time.monotonic() - opened.opened_at
-        action_timeout_s = 2 * self.ranks.timeout_s
-        end_outcome = self.coordinator.agree(
+        self._agree_and_adopt(
             load_id,
-            self._end,
-            contribution=contribution_of(names, has_shards) | _error_field(error),
-            action_timeout_s=action_timeout_s,
+            lambda contributions: self._end(contributions, opened),
+            contribution_of(names, has_shards) | _error_field(error),
         )
-        self._raise_if_torn(end_outcome)
         report_error = None
         if self._filler is not None:
             report_error = self._filler.report_error(names, self.manifest, self.ranks.timeout_s)
-        outcome = self.coordinator.agree(
+        outcome = self._agree_and_adopt(
             f"{call_id}/confirm",
             lambda contributions: self._confirm(contributions, opened, names),
-            contribution=_error_field(report_error),
-            action_timeout_s=action_timeout_s,
+            _error_field(report_error),
         )
-        self._raise_if_torn(outcome)
-        self.adopt_outcome(outcome)
         return outcome, gather_s
 
-    def _raise_if_torn(self, outcome: Json) -> None:
-        """Raise the TornWeightsError that rank 0 sent, if there is one."""
-        if outcome["torn"] is not None:
-            self.adopt_outcome(outcome)
-            assert self.torn is not None
-            raise self.torn
+    def _agree_and_adopt(
+        self, call_id: str, action: Callable[[list[Json]], UpdateOutcome], contribution: Json
+    ) -> UpdateOutcome:
+        """The outcome of a step that rank 0 makes when all ranks have arrived. Raises TornWeightsError."""
+        message = self.coordinator.agree(
+            call_id,
+            lambda contributions: action(contributions).to_message(),
+            contribution=contribution,
+            action_timeout_s=2 * self.ranks.timeout_s,
+        )
+        outcome = UpdateOutcome.from_message(message)
+        self.adopt(outcome)
+        return outcome
 
     def _fill(
         self, load_id: str, source: TensorSource, opened: OpenedUpdate, check_finite: bool
@@ -593,16 +571,16 @@ class StreamedUpdater(WeightUpdater):
             staging_tensor,
             self.manifest,
             self._writer_ranks,
-            partial(self.coordinator.raise_failure, load_id),
+            self.coordinator,
+            load_id,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=check_finite and not source.is_checked,
             writes_whole_tensors=role is not None and role.is_lead_writer,
             on_bad_tensor=lambda error: self._stop_filling(error.message),
             copies=None if filler is None else filler.copies,
             shared=self.shared,
-            tell_gathers=partial(self.coordinator.tell_gathers, load_id),
         )
-        names, error = self.run_writing(writer, load_id, write)
+        names, error = self.run_writing(writer, write)
         if error is not None:
             self._stop_filling(error.message)
         return names or [], writer.has_shards, error
@@ -615,19 +593,13 @@ class StreamedUpdater(WeightUpdater):
 
     # -- the steps on rank 0 ------------------------------------------------------------------------
 
-    def _open(self, contributions: list[Json], options: UpdateOptions) -> Json:
+    def _open(self, contributions: list[Json], names: Sequence[str] | None, options: UpdateOptions) -> Json:
         """Refuse what can be refused now. Then pause the servers and start their loaders."""
-        assert self.ranks.servers is not None
-        validated = validate_options(options, max(self.weight_version, self.ranks.servers.check_weights()))
-        names = contributions[0]["names"]
-        require_tensors(contributions)
-        if all(contribution["is_checked"] for contribution in contributions):
-            require_same_names(contributions, writers=self._own_buffer_ranks)
-        self.begin(names)
+        validated = self.begin(contributions, names, options, self._own_buffer_ranks)
         opened = OpenedUpdate(
-            validated, uuid.uuid4().hex, self._update_number + 1, self.ranks.servers.members, time.monotonic()
+            validated, uuid.uuid4().hex, self._update_number + 1, self.servers.members, time.monotonic()
         )
-        self._session = session = ServerSession(self.ranks.servers, opened)
+        self._session = session = ServerSession(self.servers, opened)
 
         def open_buffers() -> None:
             """Open the double buffers on servers that have not done it yet: an error here does not tear weights."""
@@ -639,8 +611,8 @@ class StreamedUpdater(WeightUpdater):
         session.open(self.find_torn() is not None, open_buffers, self._buffers.loader_message(opened))
         return opened.to_message()
 
-    def _end(self, contributions: list[Json]) -> Json:
-        """Wait until the servers have loaded, and end their session. Returns the outcome if that failed."""
+    def _end(self, contributions: list[Json], opened: OpenedUpdate) -> UpdateOutcome:
+        """Wait until the servers have loaded, and end their session. Returns a torn outcome if that failed."""
         assert self._session is not None
         errors = [from_wire(item["error"]) for item in contributions if item["error"] is not None]
         try:
@@ -657,35 +629,29 @@ class StreamedUpdater(WeightUpdater):
             raise  # no server is left whose weights could be torn
         except VerlServerError as error:
             return self._session.torn_outcome(error, cause=errors[0] if errors else error)
-        return {"torn": None}
+        return UpdateOutcome(opened.validated.weight_version)
 
-    def _confirm(self, contributions: list[Json], opened: OpenedUpdate, names: list[str]) -> Json:
+    def _confirm(self, contributions: list[Json], opened: OpenedUpdate, names: list[str]) -> UpdateOutcome:
         """Publish the version and resume generation, if the reports of all double buffers are good."""
-        specs, validated = self.manifest.tensors, opened.validated
         assert self._session is not None
         try:
             if errors := [from_wire(item["error"]) for item in contributions if item["error"] is not None]:
                 raise first_error(errors)
             self.require_loadable(names)
-            self.weight_version = validated.weight_version  # also when an interrupt comes before the outcome
-            missing_from = self.missing_from(names)
-            resume_error = self._session.publish_and_resume(whole=self.record_published(names))
+            missing_from = self.publish(opened.validated, names, None)
         except (ServerDiedError, ShutDownError):
             raise
         except VerlServerError as error:
             return self._session.torn_outcome(error, cause=error)
-        result = result_message(
-            weight_version=validated.weight_version,
-            num_tensors=len(names),
-            num_bytes=sum(tensor_bytes(specs[name]) for name in names),
-            num_missing=self.manifest.num_missing(names),
+        return self.resume_with(
+            opened.validated,
+            names,
+            missing_from,
             transport=self._buffers.transport,
             staging_bytes=len(self._buffers.descriptions) * NUM_BUCKETS * self._buffers.layout.bucket_bytes,
             sent_bytes=0,
-            load_s=time.monotonic() - self._session.pause_started,
-            missing_from=missing_from,
+            paused_at=self._session.paused_at,
         )
-        return outcome_message(validated, resume_error=resume_error, result=result)
 
 
 def _error_field(error: VerlServerError | None) -> Json:

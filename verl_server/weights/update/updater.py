@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl_server.errors import BadInputError, PeerError, TornWeightsError, VerlServerError
+from verl_server.errors import (
+    BadInputError,
+    PeerError,
+    ServerDiedError,
+    ShutDownError,
+    TornWeightsError,
+    VerlServerError,
+)
 from verl_server.ranks.placement import Placement
 from verl_server.ranks.shared_meshes import SharedMeshes
 from verl_server.types import Json, TensorSpec, WeightUpdateResult
+from verl_server.weights.arena import tensor_bytes
 from verl_server.weights.lora import check_lora_adapter, missing_fused_parts
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.update.options import UpdatableServers, UpdateOptions
+from verl_server.weights.update.options import (
+    ReplayFn,
+    Servers,
+    UpdateOptions,
+    UpdateOutcome,
+    ValidatedUpdate,
+    torn_error,
+    validate_options,
+)
 from verl_server.weights.update.source import (
     NamedTensors,
     ShardWriter,
     contribution_of,
     meshes_of,
     read_dense_tensors,
+    require_same_names,
     require_same_shards,
 )
 
@@ -48,6 +66,64 @@ def _known_meshes(named_tensors: NamedTensors) -> Collection[frozenset[int]] | N
     return None
 
 
+# -- Steps ------------------------------------------------------------------------------------------
+# Steps on the servers that staged and streamed updates have.
+
+
+@contextmanager
+def open_session(servers: Servers) -> Iterator[None]:
+    """A weight update session on every server during the body, or on none if a server refuses it."""
+    try:
+        servers.begin_weight_update()
+        yield
+    except BaseException:
+        with suppress(VerlServerError):
+            servers.end_weight_update()
+        raise
+    servers.end_weight_update()  # a session that an interrupt leaves open here is closed by the next `begin`
+
+
+def leave_out_failed(servers: Servers, error: VerlServerError) -> bool:
+    """Tell the servers which of them caused the `error` of an attempt. Returns whether some are left out from now on.
+
+    `details["servers"]` of the error has their names as members of the update.
+    """
+    failed = error.details.get("servers", ())
+    return bool(failed) and servers.leave_out(failed, error)
+
+
+def resume_published(servers: Servers, validated: ValidatedUpdate) -> VerlServerError | None:
+    """Continue generation after an update was published. Returns the error if that fails twice."""
+    error = _resume_twice(servers, f"after weight version {validated.weight_version}")
+    if error is not None:
+        error.message = (
+            f"weight version {validated.weight_version} is loaded and verified, but generation does not continue: "
+            f"{error.message}"
+        )
+    return error
+
+
+def resume_unchanged(servers: Servers) -> None:
+    """Continue generation after an update that has loaded nothing. Errors are logged: that of the update is raised."""
+    if error := _resume_twice(servers, "after an update that has loaded nothing"):
+        logger.error("generation does not continue: %s", error)
+
+
+def _resume_twice(servers: Servers, when: str) -> VerlServerError | None:
+    try:
+        servers.resume()
+    except VerlServerError as first:
+        logger.warning("generation does not continue %s: %s", when, first)
+        try:
+            servers.resume()
+        except VerlServerError as second:
+            return second
+    return None
+
+
+# -- Updater ----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class EngineRanks:
     """The trainer ranks of one engine, as one of them sees them."""
@@ -57,7 +133,7 @@ class EngineRanks:
     """Placement of this rank."""
     global_ranks: frozenset[int]
     """Global ranks of all of the engine's trainer ranks in the trainer's default process group."""
-    servers: UpdatableServers | None
+    servers: Servers | None
     """The servers that are updated. None on trainer ranks that have no connection to a server."""
     timeout_s: float
     """Deadline of one step of an update in seconds."""
@@ -177,13 +253,14 @@ class WeightUpdater(ABC):
             lambda _: None,
             self.manifest,
             frozenset(),
-            partial(self.coordinator.raise_failure, call_id),
+            self.coordinator,
+            call_id,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=False,
             writes_whole_tensors=False,
             shared=self.shared,
         )
-        whole, error = self.run_writing(writer, call_id, lambda: writer.gather_on_cpu(tensors))
+        whole, error = self.run_writing(writer, lambda: writer.gather_on_cpu(tensors))
         return whole or {}, error
 
     def prepare_lora_adapter(
@@ -225,13 +302,27 @@ class WeightUpdater(ABC):
         """Whether a server that starts later gets what it lacks from this trainer, without an update."""
         return False
 
-    def begin(self, names: Sequence[str] | None) -> None:
-        """On rank 0, before servers are changed: refuse an update that cannot succeed. None: a generator's names.
+    @property
+    def servers(self) -> Servers:
+        """The servers, on ranks that have a connection to them."""
+        assert self.ranks.servers is not None
+        return self.ranks.servers
 
-        Raises BadInputError and TornWeightsError, see `require_loadable`.
+    def begin(
+        self,
+        contributions: Sequence[Json],
+        names: Sequence[str] | None,
+        options: UpdateOptions,
+        writers: Container[int],
+    ) -> ValidatedUpdate:
+        """On rank 0, before servers are changed: refuse an update that cannot succeed.
+
+        `names`: the tensors of this rank. None: a generator's. `contributions` of all ranks and `writers`: see
+        `require_same_names`. Raises BadInputError, TornWeightsError (see `require_loadable`), and ServerError.
         """
-        servers = self.ranks.servers
-        assert servers is not None
+        servers = self.servers
+        validated = validate_options(options, max(self.weight_version, servers.check_weights()))
+        require_same_names(contributions, writers)
         if servers.undefined_weights is not None:
             self._needed = self.manifest.required
         else:
@@ -242,6 +333,7 @@ class WeightUpdater(ABC):
         if names is not None:
             self.require_loadable(names)
         self._in_doubt = self._needed.union(self.manifest.tensors if names is None else names)
+        return validated
 
     def require_loadable(self, names: Sequence[str]) -> None:
         """Raise BadInputError if the servers would ignore some of the tensors `names`.
@@ -258,11 +350,56 @@ class WeightUpdater(ABC):
                 **torn.details,
             )
 
-    def record_published(self, names: Sequence[str]) -> bool:
-        """On rank 0: servers have loaded `names`. Returns whether a server with its checkpoint has all weights now."""
+    def publish(self, validated: ValidatedUpdate, names: Sequence[str], replay: ReplayFn | None) -> str | None:
+        """On rank 0: tell the servers' owner that all servers have loaded and verified the tensors `names`.
+
+        `replay`: see `Servers.published`. Returns `WeightUpdateResult.missing_from`. Raises ServerDiedError if
+        no server has the new weights, and TornWeightsError if the owner did not record them.
+        """
+        missing_from = self.missing_from(names)
         is_enough = self.manifest.is_whole(names) or self._lacking.issubset(names)
         self._changed = self._changed.union(names)
-        return is_enough
+        before, self.weight_version = self.weight_version, validated.weight_version  # also if an interrupt comes now
+        try:
+            self.servers.published(validated.weight_version, is_enough, replay)
+        except ServerDiedError:
+            self.weight_version = before
+            raise
+        except ShutDownError:
+            raise
+        except VerlServerError as error:
+            raise torn_error(error, validated) from error
+        return missing_from
+
+    def resume_with(
+        self,
+        validated: ValidatedUpdate,
+        names: Sequence[str],
+        missing_from: str | None,
+        *,
+        transport: str,
+        staging_bytes: int,
+        sent_bytes: int,
+        paused_at: float,
+    ) -> UpdateOutcome:
+        """On rank 0: continue generation with the published tensors `names`. Returns the outcome of the update.
+
+        `paused_at`: time of `time.monotonic` at which generation was paused. Others: see `WeightUpdateResult`.
+        """
+        resume_error = resume_published(self.servers, validated)
+        result = WeightUpdateResult(
+            weight_version=validated.weight_version,
+            num_tensors=len(names),
+            num_bytes=sum(tensor_bytes(self.manifest.tensors[name]) for name in names),
+            num_missing=self.manifest.num_missing(names),
+            transport=transport,
+            staging_bytes=staging_bytes,
+            sent_bytes=sent_bytes,
+            gather_s=math.nan,
+            load_s=time.monotonic() - paused_at,
+            missing_from=missing_from,
+        )
+        return UpdateOutcome(validated.weight_version, result, resume_error)
 
     def missing_from(self, names: Sequence[str]) -> str | None:
         """Where the parameters come from that an update of `names` lacks. See `WeightUpdateResult.missing_from`."""
@@ -276,18 +413,21 @@ class WeightUpdater(ABC):
             )
         return " and ".join(sources) or None
 
-    def adopt_outcome(self, outcome: Json) -> None:
+    def adopt(self, outcome: UpdateOutcome) -> None:
         """Take over the version and the state of the served weights that rank 0 sent after an update.
 
-        A torn update leaves the version as it was, so that the caller can push the same version again.
+        Raises TornWeightsError for a torn update. It leaves the version as it was, so that the caller can push the same
+        version again.
         """
-        self.torn = None if outcome["torn"] is None else TornWeightsError(**outcome["torn"])
-        unread = frozenset[str](() if self.torn is None else self.torn.details.get("unread", ()))
-        self._in_doubt -= unread  # they have changed nothing
-        if unread and self.torn is not None and self.torn.details["is_whole"]:
-            self.manifest = dataclasses.replace(self.manifest, unserved=self.manifest.unserved | unread)
-        if self.torn is None:
-            self.weight_version = outcome["weight_version"]
+        if outcome.torn is not None:
+            self.torn = outcome.torn
+            unread = frozenset[str](self.torn.details.get("unread", ()))
+            self._in_doubt -= unread  # they have changed nothing
+            if unread and self.torn.details["is_whole"]:
+                self.manifest = dataclasses.replace(self.manifest, unserved=self.manifest.unserved | unread)
+            raise self.torn
+        if outcome.result is not None:
+            self.torn, self.weight_version = None, outcome.weight_version
 
     def run_reading(self, read: Callable[[], R]) -> tuple[R | None, VerlServerError | None]:
         """Call `read`, which reads the caller's tensors. Returns its result, or an error that all ranks can raise."""
@@ -302,15 +442,13 @@ class WeightUpdater(ABC):
             message = f"reading named_tensors failed on rank {rank}: {type(error).__name__}: {error}"
             return None, PeerError(message, ranks=[rank])
 
-    def run_writing(
-        self, writer: ShardWriter, call_id: str, write: Callable[[], R]
-    ) -> tuple[R | None, VerlServerError | None]:
+    def run_writing(self, writer: ShardWriter, write: Callable[[], R]) -> tuple[R | None, VerlServerError | None]:
         """`run_reading` for a function that gathers tensors with `writer`.
 
         If it fails before it has gathered all tensors, the other ranks learn of the error at once: they would wait for
-        this rank in a collective operation. `call_id`: the call at which the ranks arrive afterwards.
+        this rank in a collective operation.
         """
         result, error = self.run_reading(write)
         if error is not None and not writer.has_gathered_all:
-            self.coordinator.announce_error(call_id, error)
+            self.coordinator.announce_error(writer.call_id, error)
         return result, error
