@@ -554,7 +554,7 @@ def test_a_thousand_calls_in_one_turn_need_few_threads() -> None:
     calls = [ToolCall("count_threads", {"number": number}) for number in range(1000)]
     results = asyncio.run(ToolRegistry([count_threads, return_long_text]).call_all(calls))
     assert [int(result.content) for result in results] == list(range(1000))
-    assert most - before <= 16
+    assert most - before <= 2 * 16, "a thread ends after its result is read"
 
 
 def test_an_image_belongs_to_its_branch(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ SHARED_MODULES = [
     "type_checks",
     "argument_names",
     "validation",
+    "threads",
     "lazy_exports",
     "tracing",
     "garbage_collection",

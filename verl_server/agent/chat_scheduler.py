@@ -21,7 +21,7 @@ from verl_server.agent.episodes.episode_state import validate_episode_arguments
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Task, Turn
 from verl_server.agent.tools.tool import Tool, ToolRegistry, as_tool_registry
-from verl_server.agent.user_code import USER_FAILURES, as_exception, as_failure
+from verl_server.agent.user_code import USER_FAILURES, as_exception
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
@@ -181,7 +181,7 @@ class ChatScheduler:
         except (Exception, EpisodeStopped) as failure:  # noqa: BLE001 - the callback handles the failure
             error = failure  # the episode ends where it ended before, so the same messages can be submitted again
         except asyncio.CancelledError as cancellation:
-            error = as_failure(cancellation)
+            error = as_exception(cancellation)
         finally:
             conversation.has_running_turn = False
             self._num_requests[conversation.server] -= 1
@@ -189,7 +189,5 @@ class ChatScheduler:
             result = callback(turn, info, error)
             if inspect.isawaitable(result):
                 await result
-        except asyncio.CancelledError as cancellation:
-            self._callback_errors.append(as_failure(cancellation))
         except USER_FAILURES as failure:  # raised by `join`
             self._callback_errors.append(as_exception(failure))

@@ -17,7 +17,7 @@ from verl_server.agent.limits import EpisodeStopped
 from verl_server.agent.samples import Turn
 from verl_server.agent.tools.parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
 from verl_server.agent.tools.tool import Tool, ToolCall, ToolRegistry, ToolResult
-from verl_server.agent.user_code import as_failure, await_to_its_end, create_user_task
+from verl_server.agent.user_code import as_exception, await_to_its_end, create_user_task
 from verl_server.errors import BadInputError
 from verl_server.types import Json
 from verl_server.validation import (
@@ -79,10 +79,8 @@ class AgentLoop(ABC):
             stop_reason, exception = stopped.stop_reason, None
             # Its frames refer to the task, and the task to the exception: the episode would stay until a collection.
             stopped.__traceback__ = None
-        except asyncio.CancelledError as cancellation:
-            stop_reason, exception = "error", as_failure(cancellation)
-        except Exception as failure:  # noqa: BLE001 - a failure belongs to this sample and must not end the batch
-            stop_reason, exception = "error", failure
+        except (asyncio.CancelledError, Exception) as failure:  # noqa: BLE001 - it is a failure of this sample only
+            stop_reason, exception = "error", as_exception(failure)
         else:
             stop_reason, exception = episode.reached_limit or "done", None
         if (current := asyncio.current_task()) is not None and current.cancelling():

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from verl_server.agent.engines import GenerateFn, require_sampling_params
 from verl_server.agent.limits import EpisodeStopped, Phase, RolloutLimits, measure
 from verl_server.agent.tools.tool import ToolRegistry
-from verl_server.agent.user_code import CURRENT_EPISODE_STATE, has_result, wait_until_done
+from verl_server.agent.user_code import CURRENT_EPISODE_STATE, wait_until_done
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
@@ -310,7 +310,7 @@ class EpisodeState:
             self._requests.discard(task)
         if self._is_closed:  # a result that arrived while the episode ended belongs to no segment
             raise asyncio.CancelledError(CLOSED)
-        if is_late and not has_result(task):
+        if is_late:
             raise self.stop("timeout_s")
         return task.result()
 
