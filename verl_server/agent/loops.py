@@ -20,16 +20,10 @@ from verl_server.agent.tools.tool import Tool, ToolCall, ToolRegistry, ToolResul
 from verl_server.agent.user_code import as_exception, await_to_its_end, create_user_task
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import (
-    did_you_mean,
-    find_coroutine_error,
-    is_bool,
-)
+from verl_server.validation import did_you_mean, is_bool
 
 AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
 
-RUN_EXAMPLE = "async def run(self, episode)"
-"""How the method `run` of an agent loop is written, for errors."""
 MAX_IDENTITY_VALUES = 100_000
 """Maximum number of values in an attribute of an agent loop that counts as a setting. Larger attributes are data."""
 _LOOPS: dict[str, type[AgentLoop]] = {}
@@ -91,27 +85,18 @@ class AgentLoop(ABC):
 
 async def _act(loop: AgentLoop, episode: Episode) -> None:
     """Await `run`. Raises BadInputError for the mistakes of an agent loop."""
-    result: Any = loop.run(episode)
-    mistake = find_coroutine_error(type(loop), "run", result, RUN_EXAMPLE)
-    if mistake is None:
-        mistake = _find_mistake(type(loop).__name__, await result, episode)
-    if mistake is not None:
-        raise mistake
-
-
-def _find_mistake(name: str, value: object, episode: Episode) -> BadInputError | None:
-    """The mistake of an agent loop that returned `value`. None for a loop without a mistake."""
+    name = type(loop).__name__
+    value: object = await loop.run(episode)  # type: ignore[func-returns-value]
     if value is not None:
-        return BadInputError(
+        raise BadInputError(
             f"{name}.run returned {value!r:.80}, but it must return None: the turns of an episode are recorded. A "
             "reward belongs in reward=, or in a method of an Environment with the decorator @reward"
         )
     if not episode._state.has_turns and episode.reached_limit is None:
-        return BadInputError(
+        raise BadInputError(
             f"{name}.run returned without a turn of the policy, so there is nothing to train; write "
             "`await episode.generate(...)`, with `await`"
         )
-    return None
 
 
 def plain_attributes(attributes: Mapping[str, Any]) -> Json:

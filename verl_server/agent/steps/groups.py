@@ -36,7 +36,7 @@ from verl_server.tracing import span
 from verl_server.trajectory.recorder import has_recorded_nodes, session_file
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.vision import have_images
-from verl_server.validation import is_bool, is_list, require_callable
+from verl_server.validation import is_bool, is_list
 
 logger = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ NAMED_FILTERS: dict[str, GroupFilter] = {"has_variance": has_variance}
 
 
 def get_group_filter(value: GroupFilter | str | None, n: int, has_rewards: bool) -> GroupFilter | None:
-    """The filter of a name or a function. Raises BadInputError for another value, and for a filter that keeps nothing.
+    """The filter of a name or a function. Raises BadInputError for another name, and for a filter that keeps nothing.
 
     `n`: number of samples of a group. `has_rewards`: whether the samples have rewards with a weight.
     """
@@ -360,8 +360,6 @@ def get_group_filter(value: GroupFilter | str | None, n: int, has_rewards: bool)
                 "whose weight is not 0"
             )
         return NAMED_FILTERS[value]
-    if value is not None:
-        require_callable("group_filter", value, "write `def keep(group: SampleGroup) -> bool`")
     return value
 
 
