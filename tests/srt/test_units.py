@@ -86,8 +86,6 @@ SHARED_MODULES = [
     "types",
     "config",
     "errors",
-    "type_checks",
-    "argument_names",
     "validation",
     "threads",
     "lazy_exports",
