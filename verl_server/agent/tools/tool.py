@@ -36,6 +36,7 @@ from verl_server.types import Json
 from verl_server.validation import (
     check_arguments,
     check_fields,
+    checked_value,
     require_list,
 )
 
@@ -378,7 +379,8 @@ class Tool(ABC):
         is raised, too. UserCodeError is raised for a sandbox that was not started, and if `run` returns an iterator,
         nothing to await, or a value that has no text (see `as_result_text`). EpisodeStopped is raised for a limit of
         the episode whose agent loop calls the tool, and not for a limit of another episode. An exception that is not
-        raised by a statement `raise` of the tool is logged with its traceback, once for each line.
+        raised by a statement `raise` of the tool is logged with its traceback, once for each line. Raises BadInputError
+        for a `timeout_s` that is not a positive number.
         """
         with measure(Phase.TOOL, **{"gen_ai.tool.name": self.name}):
             async with self.slots or contextlib.nullcontext():
@@ -393,8 +395,9 @@ class Tool(ABC):
         return result
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        timeout_s = checked_value("Tool.timeout_s", self.timeout_s, Positive)  # a subclass may have set it since
         task = create_user_task(self._run_as_text(arguments), CURRENT_EPISODE_STATE.get())
-        timed_out = await wait_until_done(task, self.timeout_s, f"the tool {self.name!r}")
+        timed_out = await wait_until_done(task, timeout_s, f"the tool {self.name!r}")
         try:
             return ToolResult(self.name, task.result())
         except (InfrastructureError, UserCodeError):
