@@ -21,6 +21,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1)]
 
 #: Environment variable with the value of `AdapterConfig.engine_kind` where the setting is None.
 ENGINE = "VERL_SERVER_ENGINE"
@@ -35,6 +37,7 @@ _TRANSPORT_HINTS = {
 }
 
 
+@check_fields()
 @dataclass(frozen=True)
 class Timeouts:
     """Deadlines of operations, in seconds. Only `generation_s` can be None."""
@@ -55,9 +58,6 @@ class Timeouts:
     """Seconds between the arrival of the first and of the last trainer rank at a collective call."""
     stop_s: Positive = 10.0
     """Seconds from the request to stop a server until its last process must have ended."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class PauseMode(enum.StrEnum):
@@ -118,6 +118,7 @@ class RolloutMode(enum.StrEnum):
     pushed weights; it can release its memory."""
 
 
+@check_fields()
 @dataclass(frozen=True)
 class AdapterConfig:
     """Settings of the adapter of one server."""
@@ -148,7 +149,6 @@ class AdapterConfig:
     without it, the interpreter of the process that starts the server."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         object.__setattr__(self, "engine_kind", parse_engine_kind(self.engine_kind))
         if self.log_dir is not None:
             object.__setattr__(self, "log_dir", Path(os.path.expanduser(self.log_dir)))
@@ -162,6 +162,7 @@ class AdapterConfig:
             )
 
 
+@check_fields()
 @dataclass(frozen=True)
 class RemoteServer:
     """Address and keys of a running server, which `verl-server launch` or another engine started."""
@@ -175,10 +176,10 @@ class RemoteServer:
     """Key for administrative requests, such as weight updates."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         object.__setattr__(self, "base_url", require_http_url("RemoteServer.base_url", self.base_url))
 
 
+@check_fields()
 @dataclass(frozen=True)
 class WeightsConfig:
     """How weights travel from the trainer to the servers."""
@@ -196,7 +197,6 @@ class WeightsConfig:
     to start."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.folder is not None:
             object.__setattr__(self, "folder", Path(os.path.expanduser(self.folder)))
         if self.transport not in ("auto", *TRANSPORTS):
@@ -210,6 +210,7 @@ class WeightsConfig:
             )
 
 
+@check_fields()
 @dataclass(frozen=True)
 class RecoveryConfig:
     """When a replica of a fleet counts as stalled, and how often its server is started again."""
@@ -231,7 +232,6 @@ class RecoveryConfig:
     """Seconds after which a failure is no longer counted."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
         for smaller, larger in (("stall_timeout_s", "hard_stall_timeout_s"), ("backoff_s", "max_backoff_s")):
             minimum, value = getattr(self, smaller), getattr(self, larger)
             if value < minimum:
@@ -241,6 +241,7 @@ class RecoveryConfig:
                 )
 
 
+@check_fields()
 @dataclass(frozen=True)
 class RouterConfig:
     """How a router distributes requests over replicas, and how long it keeps results and sessions."""
@@ -272,6 +273,3 @@ class RouterConfig:
     report_timeout_s: Positive = 20.0
     """Seconds without a report of the router process before it counts as hung and is restarted. It sends ten reports
     per second."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)

@@ -7,21 +7,19 @@ import functools
 import inspect
 import math
 import os
+import re
 import reprlib
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
 from verl_server.errors import BadInputError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -133,22 +131,6 @@ def require_key(name: str, key: object, min_chars: int = 1) -> str:
     raise BadInputError(f"{name} must be a string of {characters} without spaces and without the end of a line")
 
 
-def require_callable(name: str, value: object, hint: str) -> None:
-    """Raise BadInputError unless `value` can be called. `hint` says what to pass."""
-    if not callable(value):
-        raise BadInputError(f"{name} must be a function, got {type(value).__name__}; {hint}")
-
-
-def find_coroutine_error(cls: type, name: str, result: object, example: str) -> BadInputError | None:
-    """The error of a method whose `result` cannot be awaited. None if it can."""
-    if inspect.isawaitable(result):
-        return None
-    return BadInputError(
-        f"{cls.__qualname__}.{name} must be a coroutine function, but its call returned {type(result).__name__}; write "
-        f"`{example}`, and let decorators return what they call"
-    )
-
-
 def make_writable_folder(name: str, folder: Path | str) -> Path:
     """The absolute path of `folder`, which is created if it is missing. `~` is the home of the user.
 
@@ -228,50 +210,56 @@ def require_http_url(
     return base_url
 
 
-# -- Type checks ------------------------------------------------------------------------------------
-# Public constructors: pydantic checks the values, by annotation, and its errors become BadInputError.
+# -- Arguments of public constructors and functions -------------------------------------------------
+# pydantic checks the values, by annotation, and its errors become BadInputError.
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Class = TypeVar("Class", bound=type)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 
 
-def check_fields(settings: DataclassInstance) -> None:
-    """Raise BadInputError unless each field of a dataclass fits its annotation. Call it in `__post_init__`.
-
-    Numbers of numpy become ints and floats. Values of fields with `repr=False` are not shown: they can be keys.
-    """
-    for item in fields(settings):
-        name, value = f"{type(settings).__name__}.{item.name}", getattr(settings, item.name)
-        expected = _field_types(type(settings))[item.name]
-        object.__setattr__(settings, item.name, checked_value(name, value, expected, is_secret=not item.repr))
-
-
 def check_arguments(*, skip: Collection[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a constructor: raises BadInputError for an argument that does not fit its annotation.
+    """Decorator: raises BadInputError for an unknown argument, and for one that does not fit its annotation.
 
     Numbers of numpy are passed on as ints and floats, and `**arguments` as `to_plain` converts them. Not checked: the
-    arguments in `skip`, and those whose annotation is imported for type checkers only. Values of arguments whose name
-    ends with `key` are not shown.
+    values of the arguments in `skip`, and of those whose annotation is imported for type checkers only. Values of
+    arguments whose name ends with `key` are not shown.
     """
+    return lambda function: _checked(function, "", skip)
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
-        variadic = {name for name, item in signature.parameters.items() if item.kind is item.VAR_KEYWORD}
 
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given, hints = (bound := signature.bind(*args, **kwargs)).arguments, _argument_types(function)
-            for name in given.keys() & hints.keys() - {*skip} - variadic:
-                given[name] = checked_value(name, given[name], hints[name], is_secret=name.endswith("key"))
-            given.update((name, to_plain(given[name])) for name in variadic.intersection(given))
-            return function(*bound.args, **bound.kwargs)
+def check_fields(*, skip: Collection[str] = ()) -> Callable[[Class], Class]:
+    """Class decorator of a dataclass: `check_arguments` for its constructor. Errors name `Class.field`."""
 
-        return call
+    def decorate(cls: Class) -> Class:
+        cls.__init__ = _checked(cls.__init__, f"{cls.__name__}.", skip)  # type: ignore[misc]
+        return cls
 
     return decorate
+
+
+def _checked(function: Callable[P, R], prefix: str, skip: Collection[str]) -> Callable[P, R]:
+    signature = inspect.signature(function)
+    variadic = {name for name, item in signature.parameters.items() if item.kind is item.VAR_KEYWORD}
+    owner = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        known = signature.parameters.keys()
+        for name in () if variadic else kwargs.keys() - known:
+            cure = NAMES_OF_OTHER_LIBRARIES.get(owner, {}).get(name)
+            hint = f"; {cure}" if cure else did_you_mean(name, known)
+            raise BadInputError(f"{owner} has no argument {name!r}{hint}", argument=name)
+        given, hints = (bound := signature.bind(*args, **kwargs)).arguments, _argument_types(function)
+        for name in given.keys() & hints.keys() - {*skip} - variadic:
+            given[name] = checked_value(prefix + name, given[name], hints[name], is_secret=name.endswith("key"))
+        given.update((name, to_plain(given[name])) for name in variadic.intersection(given))
+        return function(*bound.args, **bound.kwargs)
+
+    return call
 
 
 def checked_value(name: str, value: object, expected: Any, *, is_secret: bool = False) -> Any:
@@ -287,12 +275,15 @@ def checked_value(name: str, value: object, expected: Any, *, is_secret: bool = 
         given = first["input"]
         is_item = given is not value
         place = "".join(f"[{each!r}]" for each in first["loc"] if is_item and _is_index(value, each))
-        wanted = dict.fromkeys(each["msg"].replace("Input should be", "must be") for each in (first, *others))
+        wanted = dict.fromkeys(re.sub(r"^(Input|String) should", "must", each["msg"]) for each in (first, *others))
         kind = type(given).__name__
         is_container = isinstance(given, Collection) and not isinstance(given, (str, bytes))  # its items may be keys
         is_hidden = is_secret or is_item or is_container
         got = f"a value of type {kind}" if is_hidden else f"{_SHORT.repr(given)} ({kind})"
-        raise BadInputError(f"{name}{place} {' or '.join(wanted)}, got {got}", argument=name) from None
+        context = first.get("ctx", {})
+        keys = (context.get("class", ""), context.get("class_name", ""), name)
+        cure = next((f"; {WHAT_TO_PASS[key]}" for key in keys if key in WHAT_TO_PASS), "")
+        raise BadInputError(f"{name}{place} {' or '.join(wanted)}, got {got}{cure}", argument=name) from None
     if isinstance(checked, float) and not isinstance(value, Real):  # pydantic calls `__float__`, as of a tensor
         got = type(value).__name__ if is_secret else f"{_SHORT.repr(value)} ({type(value).__name__})"
         raise BadInputError(f"{name} must be a valid number, got {got}", argument=name)
@@ -306,13 +297,9 @@ def _is_index(value: Any, key: object) -> bool:
 
 @functools.cache
 def _adapter(expected: Any) -> TypeAdapter[Any]:
-    config = None if is_dataclass(expected) else ConfigDict(arbitrary_types_allowed=True)
-    return TypeAdapter(expected, config=config)
-
-
-@functools.cache
-def _field_types(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+    if is_dataclass(expected):
+        return TypeAdapter(InstanceOf[expected])
+    return TypeAdapter(expected, config=ConfigDict(arbitrary_types_allowed=True))
 
 
 @functools.cache
@@ -321,17 +308,28 @@ def _argument_types(function: Callable[..., Any]) -> dict[str, Any]:
     hints = {}
     for name, annotation in inspect.get_annotations(function).items():
         try:
-            hints[name] = eval(annotation, inspect.unwrap(function).__globals__)  # a string: PEP 563
+            hints[name] = eval(str(annotation), inspect.unwrap(function).__globals__)  # a string: PEP 563
         except NameError:
             continue
     return hints
 
 
-# -- Argument names ---------------------------------------------------------------------------------
-# Errors for arguments that other libraries have: what to write for the names of verl, TRL and verifiers.
-
-
-Class = TypeVar("Class", bound=type)
+WHAT_TO_PASS: Mapping[str, str] = {
+    "ChatRenderer": "pass get_renderer(tokenizer)",
+    "RolloutLimits": "pass RolloutLimits(max_response_tokens=1024)",
+    "TrajectoryGraph": "pass sample.graph or load_session(path)",
+    "VisionInputs": "pass VisionInputs(processor, model)",
+    "ExpertLayout": "pass ExpertLayout.from_config(model.config)",
+    "ForkReason": "write ForkReason.SAMPLE, for example",
+    "reward": "write `def reward(sample: Sample) -> float`",
+    "group_filter": "write `def keep(group: SampleGroup) -> bool`",
+    "callback": "write `def on_turn(turn, info, error)`",
+    "servers": "pass a list of generate functions, for example [fleet.router.generate]",
+    "pad_token_id": "pass tokenizer.pad_token_id, or tokenizer.eos_token_id if it is None",
+    "Task.id": "pass a text that no other task has, for example str(number)",
+    "Task.data": 'pass a dict such as {"answer": 42}',
+}
+"""What to pass for a value that does not fit, by the class that is expected or by the name of the argument."""
 
 _NUM_SAMPLES = "the number of samples of each task is RolloutRunner(n=...)"
 _RESPONSE = "pass max_response_tokens, the number of tokens after the first prompt over all turns"
@@ -403,25 +401,3 @@ NAMES_OF_OTHER_LIBRARIES: Mapping[str, Mapping[str, str]] = {
     ),
 }
 """What to write for an argument of verl, TRL or verifiers, by our class or function. `docs/migration.md` has tables."""
-
-
-def explain_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: a call with an unknown argument raises BadInputError with the argument that was meant."""
-    owner, known = function.__qualname__.removesuffix(".__init__"), inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs.keys() - known.keys():
-            cure = NAMES_OF_OTHER_LIBRARIES[owner].get(name)
-            raise BadInputError(
-                f"{owner} has no argument {name!r}{f'; {cure}' if cure else did_you_mean(name, known)}", argument=name
-            )
-        return function(*args, **kwargs)
-
-    return call
-
-
-def explain_constructor(cls: Class) -> Class:
-    """Class decorator, for a dataclass: `explain_arguments` for its constructor."""
-    cls.__init__ = explain_arguments(cls.__init__)  # type: ignore[misc]
-    return cls

@@ -554,7 +554,7 @@ def test_a_thousand_calls_in_one_turn_need_few_threads() -> None:
     calls = [ToolCall("count_threads", {"number": number}) for number in range(1000)]
     results = asyncio.run(ToolRegistry([count_threads, return_long_text]).call_all(calls))
     assert [int(result.content) for result in results] == list(range(1000))
-    assert most - before <= 16
+    assert most - before <= 2 * 16, "a thread ends after its result is read"
 
 
 def test_an_image_belongs_to_its_branch(tmp_path: Path) -> None:
@@ -622,9 +622,9 @@ def test_a_fork_has_the_weight_of_its_branch(renderer: ChatRenderer) -> None:
 
     asyncio.run(run())
     assert [segment.loss_weight for segment in episode.segments] == [1.0], "the new root begins a path of its own"
-    with pytest.raises(BadInputError, match="reason must be a ForkReason, got 'later'"):
+    with pytest.raises(BadInputError, match=r"reason must be .* ForkReason, got 'later' .*; write ForkReason\.SAMPLE"):
         episode.fork(reason="later")  # type: ignore[arg-type]
-    with pytest.raises(BadInputError, match="node must be a whole number"):
+    with pytest.raises(BadInputError, match="node must be a valid integer, got '1'"):
         episode.fork("1")  # type: ignore[arg-type]
 
 

@@ -58,8 +58,8 @@ async def answer_token(*, rid: str, session_id: str, **request: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((3, [USER_MESSAGE]), "Task.id must be a string that is not empty, got 3; pass '3'"),
-        (("", [USER_MESSAGE]), "Task.id must be a string"),
+        ((3, [USER_MESSAGE]), r"Task.id must be a valid string, got 3 \(int\); pass a text .* str\(number\)"),
+        (("", [USER_MESSAGE]), "Task.id must have at least 1 character"),
         (("t", "What is 19 + 23?"), r"messages of task 't' are invalid: messages must be a list, got str.*\"role\""),
         (("t", USER_MESSAGE), "messages must be a list, got dict"),
         (("t", None), "messages must be a list, got NoneType"),
@@ -84,8 +84,8 @@ async def answer_token(*, rid: str, session_id: str, **request: Any) -> Any:
             ("t", [{"role": "assistant", "content": None, "reasoning_content": "x"}]),
             'also one with .reasoning_content., write "content": ""',
         ),
-        ((np.int64(3), [USER_MESSAGE]), "Task.id must be a string that is not empty.*pass '3'"),
-        (("t", [USER_MESSAGE], 42), "Task.data of task 't' must be a dict"),
+        ((np.int64(3), [USER_MESSAGE]), r"Task.id must be a valid string, got 3 \(int\)"),
+        (("t", [USER_MESSAGE], 42), "Task.data must be an instance of Mapping, got 42 .*; pass a dict such as"),
     ],
 )
 def test_invalid_tasks_are_refused(arguments: tuple[Any, ...], expected: str) -> None:
@@ -135,30 +135,42 @@ def make_runner(renderer: ChatRenderer, /, **overrides: Any) -> RolloutRunner:
         ({"agent": "tool_agnt"}, "there is no agent loop 'tool_agnt'.*did you mean 'tool_agent'"),
         ({"agent": LoopWithoutTools()}, r"call super\(\).__init__\(tools\) in LoopWithoutTools.__init__"),
         ({"engine": object()}, "engine must be a VerlEngine, a RolloutManager, .*, got object"),
-        ({"renderer": "Qwen/Qwen3-8B"}, r"renderer must be a ChatRenderer, got str; pass get_renderer\(tokenizer\)"),
-        ({"limits": {"max_response_tokens": 5}}, "limits must be RolloutLimits, got dict"),
-        ({"limits": 100}, "limits must be RolloutLimits, got int"),
+        (
+            {"renderer": "Qwen/Qwen3-8B"},
+            r"renderer must be .* ChatRenderer, got 'Qwen.*; pass get_renderer\(tokenizer\)",
+        ),
+        (
+            {"limits": {"max_response_tokens": 5}},
+            "limits must be an instance of RolloutLimits, got .* dict",
+        ),
+        (
+            {"limits": 100},
+            r"limits must be an instance of RolloutLimits, got 100 .*; pass RolloutLimits\(",
+        ),
         ({"sampling_params": [("temperature", 1.0)]}, "sampling_params must be a dict"),
         ({"sampling_params": {1: 2}}, "sampling_params has the key 1"),
         ({"sampling_params": {"temperature": "1"}}, r"sampling_params\['temperature'\] must be a finite number"),
         ({"sampling_params": {"n": 4}}, r"sampling_params\['n'\] must be 1 for agents, got 4.*RolloutRunner\(n=...\)"),
         ({"sampling_params": {"max_new_tokens": -5}}, r"sampling_params\['max_new_tokens'\] must be a whole number"),
         ({"sampling_params": {"max_new_tokens": 0}}, r"sampling_params\['max_new_tokens'\] must be a whole number"),
-        ({"reward": 1.0}, "reward must be a function, got float"),
+        ({"reward": 1.0}, r"reward must be callable, got 1.0 .*; write `def reward\(sample"),
         ({"sampling_params": {"lora_path": "a"}}, r"functools.partial\(fleet.router.generate, lora_path=...\)"),
         ({"sampling_params": {"return_logprob": True}}, "always record log probabilities, so leave it out"),
         ({"sampling_params": {"timeout_s": 5}}, r"RolloutLimits\(timeout_s=...\)"),
         ({"sampling_params": {"stream": True}}, "generate whole turns, so leave it out"),
         ({"run_dir": "/proc/x"}, "run_dir: no file can be created in the folder /proc/x"),
-        ({"run_dir": 7}, "run_dir must be the path of a directory, got 7"),
-        ({"run_dir": __file__}, "run_dir must be the path of a directory"),
-        ({"max_concurrency": 0}, "max_concurrency must be a whole number of at least 1, got 0"),
-        ({"max_concurrency": "8"}, "max_concurrency must be a whole number"),
-        ({"n": 0}, "n must be a whole number of at least 1, got 0"),
-        ({"n": -1}, "n must be a whole number of at least 1, got -1"),
-        ({"n": 1.5}, "n must be a whole number"),
-        ({"max_staleness": -1}, "max_staleness must be a whole number of at least 0, got -1"),
-        ({"group_filter": 3}, "group_filter must be a function, got int"),
+        ({"run_dir": 7}, "run_dir must be an instance of Path or must be a valid string, got 7"),
+        ({"run_dir": __file__}, "run_dir: no file can be created in the folder .*: File exists; pass a folder"),
+        ({"max_concurrency": 0}, "max_concurrency must be greater than or equal to 1, got 0"),
+        ({"max_concurrency": "8"}, "max_concurrency must be a valid integer, got '8'"),
+        ({"n": 0}, "n must be greater than or equal to 1, got 0"),
+        ({"n": -1}, "n must be greater than or equal to 1, got -1"),
+        ({"n": 1.5}, "n must be a valid integer, got 1.5"),
+        ({"max_staleness": -1}, "max_staleness must be greater than or equal to 0, got -1"),
+        (
+            {"group_filter": 3},
+            r"group_filter must be callable or must be .*, got 3 .*; write `def keep\(group",
+        ),
         ({"group_filter": "all"}, "there is no group_filter 'all'; pass a function, or 'has_variance'"),
         ({"group_filter": "has_variance", "reward": return_zero}, "keeps no group of one sample; pass n=8"),
         ({"group_filter": "has_variance", "n": 2}, "'has_variance' needs rewards; pass reward=..., or an Environment"),
@@ -224,11 +236,14 @@ def test_other_constructors_refuse_wrong_arguments(renderer: ChatRenderer) -> No
     limits = RolloutLimits(max_response_tokens=10)
     servers: Any = never_called
     for call, expected in (
-        (lambda: ChatScheduler(servers, renderer, limits, {}), "servers must be a list, got function"),
+        (
+            lambda: ChatScheduler(servers, renderer, limits, {}),
+            "servers must be .*; pass a list of generate functions",
+        ),
         (lambda: ChatScheduler([answer_token], renderer, limits, {}, tools=add), "tools must be a list"),  # type: ignore[arg-type]
-        (lambda: ChatScheduler([servers], renderer, 3, {}), "limits must be RolloutLimits, got int"),  # type: ignore[arg-type]
+        (lambda: ChatScheduler([servers], renderer, 3, {}), "limits must be an instance of RolloutLimits, got 3"),  # type: ignore[arg-type]
         (lambda: as_generate_fn(object()), r"needs an AsyncHttpServerEngineAdapter, got object.*engine.adapter"),  # type: ignore[arg-type]
-        (lambda: FunctionTool(add, name=3), "name of a tool must be a string, got 3"),  # type: ignore[arg-type]
+        (lambda: FunctionTool(add, name=3), "name must be a valid string, got 3"),  # type: ignore[arg-type]
         (lambda: register_agent_loop("x")(add), "only subclasses of AgentLoop"),  # type: ignore[type-var]
     ):
         with pytest.raises(BadInputError, match=expected):
@@ -311,7 +326,7 @@ def test_run_of_an_agent_loop_may_be_decorated(renderer: ChatRenderer) -> None:
     failed = run_loop(DecoratedSyncLoop())
     assert failed.stop_reason == "error"
     assert failed.error is not None
-    assert "DecoratedSyncLoop.run must be a coroutine function, but its call returned None" in failed.error["message"]
+    assert "can't be used in 'await' expression" in failed.error["message"]
 
 
 class ReturningLoop(AgentLoop):

@@ -431,22 +431,7 @@ def test_a_wrong_use_of_a_sandbox_fails_the_sample(
     assert "self.box.run(command)" in caplog.text
 
 
-# -- names of other libraries --------------------------------------------------------------------------
-
-
-async def set_up(self: Any) -> None:
-    return
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        ({"compute_reward": set_up}, r"write the decorator @reward above `def compute_reward\(self, sample\)`"),
-    ],
-)
-def test_names_without_an_effect_are_refused(names: dict[str, Any], expected: str) -> None:
-    with pytest.raises(BadInputError, match=expected):
-        type("E", (Environment,), names)
+# -- decorators that would be lost -----------------------------------------------------------------------
 
 
 @reward
@@ -485,29 +470,6 @@ def test_a_tool_decorator_above_another_wrapper_is_refused_too() -> None:
             def check(text: str) -> str:
                 """A tool."""
                 return text
-
-
-def test_names_that_have_an_effect_are_accepted() -> None:
-    class Used(Environment):
-        async def setup(self) -> None:
-            self.reset()
-
-        def reset(self) -> None:
-            """Called by setup."""
-
-        @tool
-        def cleanup(self) -> str:
-            """A tool."""
-            return ""
-
-        @reward
-        def reward(self, sample: Sample) -> float:
-            return sum(self.compute_reward(each) for each in [sample])
-
-        def compute_reward(self, sample: Sample) -> float:
-            return 1.0
-
-    assert Used(make_tasks(1)[0]).tools.names == ["cleanup"]
 
 
 # -- agent loops ---------------------------------------------------------------------------------------

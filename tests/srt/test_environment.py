@@ -383,7 +383,7 @@ def test_tools_and_rewards_of_an_environment_have_their_order_and_options() -> N
         (lambda: tool(max_result_tokens=0), "max_result_tokens must be greater than or equal to 1"),
         (lambda: tool(max_concurrency=True), "max_concurrency must be a valid integer"),
         (lambda: tool(truncate="both"), "truncate must be 'start', 'middle' or 'end'"),  # type: ignore[call-overload]
-        (lambda: tool(name=""), "name String should have at least 1 character"),
+        (lambda: tool(name=""), "name must have at least 1 character"),
         (lambda: tool("search"), "tool is a decorator"),  # type: ignore[call-overload]
         (lambda: reward(3), "reward is a decorator"),  # type: ignore[call-overload]
         (lambda: reward(weight=float("nan")), "weight must be a finite number"),
@@ -701,7 +701,7 @@ def test_wrong_settings_and_names_are_refused_by_the_runner(renderer: ChatRender
             return 1.0
 
     for agent, options, expected in (
-        (NoSetup, {}, "NoSetup.setup_attempts must be a whole number"),
+        (NoSetup, {}, "NoSetup.setup_attempts must be greater than or equal to 1, got 0"),
         (Named, {"reward": lambda sample: 1.0}, "has a reward 'reward', and so has the runner"),
     ):
         with pytest.raises(BadInputError, match=expected):

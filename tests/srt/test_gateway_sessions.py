@@ -465,7 +465,7 @@ def test_a_gateway_needs_a_limit_of_tokens(renderer: ChatRenderer, tmp_path: Pat
     [
         *(({"model_names": names}, "model_names") for names in ("qwen", (), (5,))),
         ({"is_open": "no"}, "is_open must be True or False"),
-        ({"limits": {"max_turns": 3}}, "limits must be RolloutLimits"),
+        ({"limits": {"max_turns": 3}}, "limits must be an instance of RolloutLimits"),
         ({"renderer": 5}, "renderer must be a ChatRenderer"),
         ({"run_dir": None}, "run_dir must be the path"),
         ({"host": "http://127.0.0.1"}, "without a scheme"),

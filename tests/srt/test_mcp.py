@@ -185,7 +185,7 @@ def test_wrong_arguments_are_refused_before_the_connection(program: StdioServerP
             asyncio.run(connect(server))  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match="makes its own client, got Client; pass the URL, the transport or the"):
         asyncio.run(connect(Client(program)))  # type: ignore[arg-type]
-    with pytest.raises(BadInputError, match="timeout_s must be a positive number of seconds"):
+    with pytest.raises(BadInputError, match=r"timeout_s must be greater than 0, got 0\.0"):
         asyncio.run(connect(program, timeout_s=0.0))
 
 

@@ -445,12 +445,12 @@ def test_wrong_commands_are_refused() -> None:
         assert (await box.run("true")).exit_code == 0
 
     run_in_sandbox(body)
-    with pytest.raises(BadInputError, match="network must be True or False"):
+    with pytest.raises(BadInputError, match="network must be a valid boolean, got 'no'"):
         LocalSandbox(network="no")  # type: ignore[arg-type]
     for limits in ({"memory_bytes": 0}, {"cpu_s": -1}, {"max_output_bytes": 1.5}):
         with pytest.raises(BadInputError):
             SandboxLimits(**limits)
-    with pytest.raises(BadInputError, match="limits must be SandboxLimits"):
+    with pytest.raises(BadInputError, match="limits must be an instance of SandboxLimits"):
         LocalSandbox({"memory_bytes": 1})  # type: ignore[arg-type]
 
 

@@ -492,9 +492,12 @@ def test_errors_of_the_caller_end_the_steps(renderer: ChatRenderer) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"tasks": [make_tasks(1)], "num_groups": 1}, "got list; tasks are read one at a time, so pass no batches"),
         ({"tasks": [{"x": 1}], "num_groups": 1}, r"tasks\[0\] must be a Task, got dict; for a data set, pass"),
-        ({"tasks": [], "num_groups": 0}, "num_groups must be a whole number of at least 1"),
-        ({"tasks": [], "num_groups": 1, "num_extra_groups": -1}, "num_extra_groups must be a whole number"),
-        ({"tasks": [], "num_groups": 1, "start_step": -1}, "start_step must be a whole number of at least 0"),
+        ({"tasks": [], "num_groups": 0}, "num_groups must be greater than or equal to 1, got 0"),
+        (
+            {"tasks": [], "num_groups": 1, "num_extra_groups": -1},
+            "num_extra_groups must be .* equal to 0, got -1",
+        ),
+        ({"tasks": [], "num_groups": 1, "start_step": -1}, "start_step must be greater than or equal to 0, got -1"),
     ]
     for arguments, message in wrong:
         with pytest.raises(BadInputError, match=message):

@@ -475,10 +475,10 @@ def test_batch_of_a_generator_and_without_rewards() -> None:
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        (lambda wrong: to_batch([PATH], None), "pad_token_id is None.*tokenizer.eos_token_id"),  # type: ignore[arg-type]
-        (lambda wrong: to_batch([PATH], 0.5), "pad_token_id must be a whole number of at least 0, got 0.5"),  # type: ignore[arg-type]
-        (to_tree, "expected a TrajectoryGraph, got Sample; pass sample.graph"),
-        (find_divergences, "expected a TrajectoryGraph, got Sample; pass sample.graph"),
+        (lambda wrong: to_batch([PATH], None), "pad_token_id must be .* got None .*tokenizer.eos_token_id"),  # type: ignore[arg-type]
+        (lambda wrong: to_batch([PATH], 0.5), "pad_token_id must be a valid integer, got 0.5"),  # type: ignore[arg-type]
+        (to_tree, "graph must be an instance of TrajectoryGraph, got .*Sample.*; pass sample.graph"),
+        (find_divergences, "graph must be an instance of TrajectoryGraph, got .*Sample.*; pass sample.graph"),
     ],
 )
 def test_wrong_graphs_and_padding_are_refused(call: Any, expected: str) -> None:

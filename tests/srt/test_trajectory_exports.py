@@ -677,7 +677,7 @@ def test_documents_that_do_not_belong_together_are_refused() -> None:
 
 def test_values_that_no_export_can_carry_are_refused() -> None:
     graph = make_session(TrajectoryGraph("s"))
-    with pytest.raises(BadInputError, match="expected a TrajectoryGraph, got dict"):
+    with pytest.raises(BadInputError, match="graph must be an instance of TrajectoryGraph, got a value of type dict"):
         to_verifiers({})  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match=r"pass ToolRegistry\.schemas"):
         to_verifiers(graph, tools=[{"type": "function"}])

@@ -15,18 +15,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_server.agent.engines import GenerateFn, require_generate_fn, require_sampling_params
+from verl_server.agent.engines import GenerateFn, require_sampling_params
 from verl_server.agent.episodes.episode import Episode
-from verl_server.agent.episodes.episode_state import validate_episode_arguments
+from verl_server.agent.episodes.episode_state import require_token_limit
 from verl_server.agent.limits import EpisodeStopped, RolloutLimits
 from verl_server.agent.samples import Task, Turn
 from verl_server.agent.tools.tool import Tool, ToolRegistry, as_tool_registry
-from verl_server.agent.user_code import USER_FAILURES, as_exception, as_failure
+from verl_server.agent.user_code import USER_FAILURES, as_exception
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.messages import Message, validate_messages
-from verl_server.validation import require_callable, require_list
+from verl_server.validation import check_arguments
 
 TurnCallback = Callable[[Turn | None, Any, Exception | EpisodeStopped | None], Awaitable[None] | None]
 """Called as `callback(turn, info, error)` when a turn ends. Exactly one of `turn` and `error` is None.
@@ -56,6 +56,7 @@ class ChatScheduler:
     be a tool.
     """
 
+    @check_arguments(skip=("sampling_params", "tools"))
     def __init__(
         self,
         servers: Sequence[GenerateFn],
@@ -65,12 +66,10 @@ class ChatScheduler:
         *,
         tools: ToolRegistry | Sequence[Tool | Callable[..., Any]] = (),
     ) -> None:
-        require_list("servers", servers, "pass a list of generate functions")
         if not servers:
             raise BadInputError("a ChatScheduler needs at least one server")
-        for index, server in enumerate(servers):
-            require_generate_fn(f"servers[{index}]", server)
-        validate_episode_arguments(renderer, limits, sampling_params)
+        require_token_limit(limits)
+        require_sampling_params(sampling_params)
         self._servers, self._renderer = list(servers), renderer
         self._limits, self._sampling_params = limits, dict(sampling_params)
         self._tools = as_tool_registry(tools)
@@ -80,6 +79,7 @@ class ChatScheduler:
         self._running: set[asyncio.Task[None]] = set()
         self._callback_errors: list[Exception] = []
 
+    @check_arguments(skip=("messages",))
     def submit(
         self,
         callback: TurnCallback,
@@ -96,7 +96,6 @@ class ChatScheduler:
         turn. Raises BadInputError for invalid messages, for a callback that is no function, for an
         unknown conversation, and for a conversation whose last turn is still running.
         """
-        require_callable("callback", callback, "write `def on_turn(turn, info, error)`")
         require_sampling_params(sampling_params)
         if session_id is None:
             session_id = uuid.uuid4().hex
@@ -181,7 +180,7 @@ class ChatScheduler:
         except (Exception, EpisodeStopped) as failure:  # noqa: BLE001 - the callback handles the failure
             error = failure  # the episode ends where it ended before, so the same messages can be submitted again
         except asyncio.CancelledError as cancellation:
-            error = as_failure(cancellation)
+            error = as_exception(cancellation)
         finally:
             conversation.has_running_turn = False
             self._num_requests[conversation.server] -= 1
@@ -189,7 +188,5 @@ class ChatScheduler:
             result = callback(turn, info, error)
             if inspect.isawaitable(result):
                 await result
-        except asyncio.CancelledError as cancellation:
-            self._callback_errors.append(as_failure(cancellation))
         except USER_FAILURES as failure:  # raised by `join`
             self._callback_errors.append(as_exception(failure))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from verl_server.adapter.sglang.requests import parse_sampling_params
 from verl_server.agent.limits import LoopSlots, RolloutLimits
@@ -21,7 +21,6 @@ from verl_server.errors import BadInputError, DeadlineError, ServerError, VerlSe
 from verl_server.router.resumable_generation import OnTokens, ResumableGeneration, report_tokens
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
-from verl_server.validation import require_callable
 from verl_server.weights.manifest import read_config
 
 if TYPE_CHECKING:
@@ -71,6 +70,7 @@ _RESERVED_TOKENS = 6
 """Number of tokens of the context length that SGLang's scheduler takes neither for a prompt nor for a response."""
 
 
+@runtime_checkable
 class GenerateFn(Protocol):
     """Generates tokens for one prompt: `RolloutRouter.generate`, `RouterClient.generate`, or `as_generate_fn(adapter)`.
 
@@ -149,13 +149,6 @@ def limit_concurrency(generate: GenerateFn, max_concurrency: int) -> GenerateFn:
             return await with_reports(generate, on_tokens)(rid=rid, session_id=session_id, **request)
 
     return generate_limited
-
-
-def require_generate_fn(name: str, value: object) -> None:
-    """Raise BadInputError unless `value` can be called."""
-    require_callable(
-        name, value, "pass fleet.router.generate, or as_generate_fn(engine.adapter.asynchronous) for one server"
-    )
 
 
 def require_sampling_params(params: Any) -> Json:
@@ -368,7 +361,6 @@ def access_engine(engine: object) -> EngineAccess:
     without a running server; and the errors of the request.
     """
     if callable(engine):
-        require_generate_fn("engine", engine)
         return EngineAccess(engine, None)
     from verl_server.adapter.blocking import HttpServerEngineAdapter
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter

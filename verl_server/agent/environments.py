@@ -11,10 +11,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FunctionType
-from typing import Annotated, Any, ClassVar, TypeVar, overload
-
-from pydantic import Field
+from typing import Any, ClassVar, TypeVar, overload
 
 from verl_server.agent.episodes.episode import Episode
 from verl_server.agent.limits import Phase, measure
@@ -22,16 +19,15 @@ from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, pla
 from verl_server.agent.samples import Sample, Task, Turn
 from verl_server.agent.tools.tool import ToolCall, options_of
 from verl_server.agent.user_code import as_exception, call_user_function, call_within, wait_despite_cancellation
-from verl_server.config import Positive
+from verl_server.config import Finite, Positive, PositiveInt
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.template_check.reference import ARGUMENTS, NAME, sample_call_turn
 from verl_server.types import Json
 from verl_server.validation import (
     check_fields,
+    checked_value,
     is_list,
-    require_seconds,
-    require_whole_number,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,15 +44,13 @@ OPTIONS_ATTRIBUTE = "__verl_server_reward__"
 DEFAULT_TIMEOUT_S = 600.0
 
 
+@check_fields()
 @dataclass(frozen=True)
 class RewardOptions:
     """The options of a reward, see `reward`."""
 
-    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    weight: Finite = 1.0
     timeout_s: Positive = DEFAULT_TIMEOUT_S
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -196,9 +190,6 @@ def find_unread_call(renderer: ChatRenderer) -> str | None:
 RETRY_DELAY_S = 1.0
 """Seconds before the next attempt at a setup or a sample. The delay doubles with each failure."""
 
-REWARD_NAMES = ("reward", "get_reward", "compute_reward", "compute_score", "reward_fn", "reward_func")
-"""Methods that compute a reward in other libraries. Without the decorator `reward` nothing would call them here."""
-
 
 class Environment(AgentLoop):
     """State, tools, rewards, setup and teardown of one sample.
@@ -239,13 +230,12 @@ class Environment(AgentLoop):
 
 
 def _refuse_mistaken_methods(cls: type) -> None:
-    """Raise BadInputError for a reward that the policy could call as a tool, for a tool or a reward in the place of a
-    method of `Environment` or that is no method, also of a mixin, and for a reward that nothing would call.
+    """Raise BadInputError for a reward that the policy could call as a tool, and for a tool or a reward in the place of
+    a method of `Environment` or that is no method, also of a mixin.
     """
     for base in cls.__mro__:
         for name, value in vars(base).items():
             _refuse_static_methods(f"{base.__name__}.{name}", value)
-    codes = {name: value.__code__ for name, value in vars(cls).items() if isinstance(value, FunctionType)}
     for name, value in vars(cls).items():
         is_tool, is_reward = options_of(value) is not None, reward_of(value) is not None
         if is_tool and is_reward:
@@ -255,13 +245,6 @@ def _refuse_mistaken_methods(cls: type) -> None:
             )
         if (is_tool or is_reward) and hasattr(Environment, name):
             raise BadInputError(f"{name!r} is a method of every environment, so it cannot be a tool or a reward")
-        others = (codes[other] for other in codes.keys() - {name})
-        is_used = is_tool or is_reward or any(name in _names_in(code) for code in others)
-        if name in REWARD_NAMES and name in codes and not is_used:
-            raise BadInputError(
-                f"the method {cls.__name__}.{name} would never be called; write the decorator @reward above "
-                f"`def {name}(self, sample)`"
-            )
 
 
 def _refuse_static_methods(name: str, value: object) -> None:
@@ -277,11 +260,6 @@ def _refuse_static_methods(name: str, value: object) -> None:
             f"{name} has the decorators @{other} and {own}, but {own} is for methods of an instance; remove @{other}, "
             "and let `self` be the first parameter"
         )
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """The names of attributes and globals that a function uses, also in its inner functions."""
-    return {*code.co_names}.union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 @dataclass(frozen=True)
@@ -361,9 +339,9 @@ def as_agent(agent: object) -> Agent:
         raise BadInputError(f"each sample has an environment of its own, so pass the class {name}, not {name}(...)")
     if not (isinstance(agent, type) and issubclass(agent, Environment)):
         return Agent(None, ToolAgentLoop(agent) if is_list(agent) else as_agent_loop(agent))
-    require_seconds(f"{agent.__name__}.setup_timeout_s", agent.setup_timeout_s)
-    require_seconds(f"{agent.__name__}.teardown_timeout_s", agent.teardown_timeout_s)
-    require_whole_number(f"{agent.__name__}.setup_attempts", agent.setup_attempts)
+    checked_value(f"{agent.__name__}.setup_timeout_s", agent.setup_timeout_s, Positive)
+    checked_value(f"{agent.__name__}.teardown_timeout_s", agent.teardown_timeout_s, Positive)
+    checked_value(f"{agent.__name__}.setup_attempts", agent.setup_attempts, PositiveInt)
     example = agent.__new__(agent)  # for the schemas of the tools: no code of the user runs
     AgentLoop.__init__(example, tools_of(example))
     return Agent(agent, example)

@@ -16,10 +16,10 @@ from opentelemetry.util.types import AttributeValue
 
 from verl_server.config import Positive, PositiveInt
 from verl_server.tracing import span
-from verl_server.validation import check_fields, explain_constructor
+from verl_server.validation import check_fields
 
 
-@explain_constructor
+@check_fields()
 @dataclass(frozen=True)
 class RolloutLimits:
     """Limits of one episode over all of its turns. The stop reason of an episode is the name of the limit it reached.
@@ -42,9 +42,6 @@ class RolloutLimits:
     """Maximum number of tokens of prompt plus response. None: a runner takes the context length of its engine, less 6
     tokens that SGLang reserves, if the engine can be asked. For an engine that cannot be asked, pass the context length
     less 6: an episode then stops at this limit, and does not fail at the context length of the server."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def has_token_limit(self) -> bool:

@@ -17,19 +17,13 @@ from verl_server.agent.limits import EpisodeStopped
 from verl_server.agent.samples import Turn
 from verl_server.agent.tools.parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
 from verl_server.agent.tools.tool import Tool, ToolCall, ToolRegistry, ToolResult
-from verl_server.agent.user_code import as_failure, await_to_its_end, create_user_task
+from verl_server.agent.user_code import as_exception, await_to_its_end, create_user_task
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import (
-    did_you_mean,
-    find_coroutine_error,
-    is_bool,
-)
+from verl_server.validation import did_you_mean, is_bool
 
 AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
 
-RUN_EXAMPLE = "async def run(self, episode)"
-"""How the method `run` of an agent loop is written, for errors."""
 MAX_IDENTITY_VALUES = 100_000
 """Maximum number of values in an attribute of an agent loop that counts as a setting. Larger attributes are data."""
 _LOOPS: dict[str, type[AgentLoop]] = {}
@@ -79,10 +73,8 @@ class AgentLoop(ABC):
             stop_reason, exception = stopped.stop_reason, None
             # Its frames refer to the task, and the task to the exception: the episode would stay until a collection.
             stopped.__traceback__ = None
-        except asyncio.CancelledError as cancellation:
-            stop_reason, exception = "error", as_failure(cancellation)
-        except Exception as failure:  # noqa: BLE001 - a failure belongs to this sample and must not end the batch
-            stop_reason, exception = "error", failure
+        except (asyncio.CancelledError, Exception) as failure:  # noqa: BLE001 - it is a failure of this sample only
+            stop_reason, exception = "error", as_exception(failure)
         else:
             stop_reason, exception = episode.reached_limit or "done", None
         if (current := asyncio.current_task()) is not None and current.cancelling():
@@ -93,27 +85,18 @@ class AgentLoop(ABC):
 
 async def _act(loop: AgentLoop, episode: Episode) -> None:
     """Await `run`. Raises BadInputError for the mistakes of an agent loop."""
-    result: Any = loop.run(episode)
-    mistake = find_coroutine_error(type(loop), "run", result, RUN_EXAMPLE)
-    if mistake is None:
-        mistake = _find_mistake(type(loop).__name__, await result, episode)
-    if mistake is not None:
-        raise mistake
-
-
-def _find_mistake(name: str, value: object, episode: Episode) -> BadInputError | None:
-    """The mistake of an agent loop that returned `value`. None for a loop without a mistake."""
+    name = type(loop).__name__
+    value: object = await loop.run(episode)  # type: ignore[func-returns-value]
     if value is not None:
-        return BadInputError(
+        raise BadInputError(
             f"{name}.run returned {value!r:.80}, but it must return None: the turns of an episode are recorded. A "
             "reward belongs in reward=, or in a method of an Environment with the decorator @reward"
         )
     if not episode._state.has_turns and episode.reached_limit is None:
-        return BadInputError(
+        raise BadInputError(
             f"{name}.run returned without a turn of the policy, so there is nothing to train; write "
             "`await episode.generate(...)`, with `await`"
         )
-    return None
 
 
 def plain_attributes(attributes: Mapping[str, Any]) -> Json:

@@ -27,7 +27,7 @@ from verl_server.agent.engines import (
     with_stop_tokens,
 )
 from verl_server.agent.environments import Environment, Reward, RewardFn, RewardOptions, as_agent, reward_of
-from verl_server.agent.episodes.episode_state import require_limits, validate_episode_arguments
+from verl_server.agent.episodes.episode_state import require_token_limit
 from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.loops import AgentLoop
 from verl_server.agent.sample_runner import SampleRunner
@@ -45,24 +45,16 @@ from verl_server.agent.steps.groups import (
 from verl_server.agent.steps.journal import FILE_NAME as JOURNAL_NAME
 from verl_server.agent.steps.stream import RolloutStep, StepOptions, StepStream
 from verl_server.agent.tools.tool import Tool
+from verl_server.config import NotNegativeInt, PositiveInt
 from verl_server.errors import BadInputError
 from verl_server.router.resumable_generation import OnTokens
 from verl_server.server.process import raise_open_file_limit
 from verl_server.trajectory.recorder import FILE_SUFFIX
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
-from verl_server.validation import (
-    explain_arguments,
-    make_writable_folder,
-    require_bool,
-    require_callable,
-    require_whole_number,
-)
+from verl_server.validation import check_arguments, make_writable_folder
 
 logger = logging.getLogger(__name__)
-
-REWARD_CURE = "write `def reward(sample: Sample) -> float`"
-"""How a reward function is written, for errors."""
 
 
 class RolloutRunner:
@@ -93,7 +85,7 @@ class RolloutRunner:
     engine.
     """
 
-    @explain_arguments
+    @check_arguments(skip=("agent", "engine", "sampling_params"))
     def __init__(
         self,
         agent: type[Environment] | AgentLoop | Sequence[Tool | Callable[..., Any]] | str,
@@ -102,32 +94,26 @@ class RolloutRunner:
         renderer: ChatRenderer | None = None,
         limits: RolloutLimits | None = None,
         sampling_params: Mapping[str, Any] | None = None,
-        n: int = 1,
+        n: PositiveInt = 1,
         reward: RewardFn | None = None,
         group_filter: GroupFilter | str | None = None,
-        max_staleness: int = 0,
+        max_staleness: NotNegativeInt = 0,
         run_dir: Path | str | None = None,
-        max_concurrency: int = 256,
-        max_attempts: int = 2,
+        max_concurrency: PositiveInt = 256,
+        max_attempts: PositiveInt = 2,
         return_routed_experts: bool = False,
     ) -> None:
         access = access_engine(engine)
-        return_routed_experts = require_bool("return_routed_experts", return_routed_experts)
         self._expert_layout = access.expert_layout() if return_routed_experts else None
         params = {} if sampling_params is None else sampling_params
         if renderer is None:
             renderer = access.make_renderer()
             params = with_stop_tokens(require_sampling_params(params), renderer)
-        limits = require_limits(RolloutLimits() if limits is None else limits)
+        limits = RolloutLimits() if limits is None else limits
         completed_limits = access.complete_limits(limits)
-        validate_episode_arguments(renderer, completed_limits, params)
-        if reward is not None:
-            require_callable("reward", reward, REWARD_CURE)
-        self._n = require_whole_number("n", n)
-        self._max_staleness = require_whole_number("max_staleness", max_staleness, minimum=0)
-        if run_dir is not None and (not isinstance(run_dir, (str, Path)) or Path(run_dir).is_file()):
-            raise BadInputError(f"run_dir must be the path of a directory, got {run_dir!r}")
-        self._max_concurrency = require_whole_number("max_concurrency", max_concurrency)
+        require_token_limit(completed_limits)
+        require_sampling_params(params)
+        self._n, self._max_staleness, self._max_concurrency = n, max_staleness, max_concurrency
         self._generate = access.generate
         self._run_dir = None if run_dir is None else make_writable_folder("run_dir", run_dir)
         if run_dir is not None:
@@ -140,7 +126,7 @@ class RolloutRunner:
             given_limits=limits,
             sampling_params=dict(params),
             rewards=[] if reward is None else [Reward("reward", reward, reward_of(reward) or RewardOptions())],
-            max_attempts=require_whole_number("max_attempts", max_attempts),
+            max_attempts=max_attempts,
             return_routed_experts=return_routed_experts,
         )
         self._samples.agent.check_renderer(renderer)
@@ -148,7 +134,7 @@ class RolloutRunner:
         self._group_filter = get_group_filter(group_filter, n, has_rewards)
         self.counters = RunnerCounters()
 
-    @explain_arguments
+    @check_arguments(skip=("tasks",))
     def run(self, tasks: Tasks) -> AsyncGenerator[SampleGroup, None]:
         """Yield a group of `n` samples for each task, in the order in which the groups finish.
 
@@ -181,9 +167,14 @@ class RolloutRunner:
         runner = self._make_group_runner(logs_common_failure=True)
         return stream_groups(runner, tasks, checker.check, self._run_dir, self._group_filter)
 
-    @explain_arguments
+    @check_arguments(skip=("tasks",))
     def steps(
-        self, tasks: Tasks, num_groups: int, *, num_extra_groups: int = 0, start_step: int = 0
+        self,
+        tasks: Tasks,
+        num_groups: PositiveInt,
+        *,
+        num_extra_groups: NotNegativeInt = 0,
+        start_step: NotNegativeInt = 0,
     ) -> AsyncGenerator[RolloutStep, None]:
         """Yield training steps of `num_groups` groups that the `group_filter` keeps. The last step may have fewer.
 
@@ -214,10 +205,10 @@ class RolloutRunner:
         if self._run_dir is not None and any(self._run_dir.glob(f"*{FILE_SUFFIX}")):
             raise BadInputError(f"run_dir {self._run_dir} belongs to a call of `run`; pass another run_dir")
         options = StepOptions(
-            num_groups=require_whole_number("num_groups", num_groups),
-            num_extra_groups=require_whole_number("num_extra_groups", num_extra_groups, minimum=0),
+            num_groups=num_groups,
+            num_extra_groups=num_extra_groups,
             max_staleness=self._max_staleness,
-            start_step=require_whole_number("start_step", start_step, minimum=0),
+            start_step=start_step,
             run_dir=self._run_dir,
             group_filter=self._group_filter,
             pad_token_id=self._samples.renderer.pad_token_id,

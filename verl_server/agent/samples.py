@@ -6,18 +6,20 @@ import copy
 import functools
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Self
 
+from pydantic import InstanceOf
+
+from verl_server.config import Name
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import digest
 from verl_server.trajectory.rendering.messages import Message, ParsedToolCall, copy_json, validate_messages
 from verl_server.types import Json
-from verl_server.validation import explain_constructor, is_finite_number
+from verl_server.validation import check_fields, is_finite_number
 
 
-@explain_constructor
+@check_fields(skip=("messages",))
 @dataclass(frozen=True)
 class Task:
     """A task for an agent.
@@ -26,26 +28,19 @@ class Task:
     error names the index of the message.
     """
 
-    id: str
+    id: Name
     """Unique name of the task. Recorded sessions are named after it."""
     messages: Sequence[Message]
     """Messages of the first prompt: dicts with the keys `role` and `content`, of plain JSON values."""
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: InstanceOf[Mapping[str, Any]] = field(default_factory=dict)
     """Data for tools and rewards, for example the correct answer. The policy does not see it. Only a digest is
     recorded, so the values can be of any type. See `digests` for data that a tool changes."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.id, str) or not self.id:
-            hint = f"; pass {str(self.id)!r}" if isinstance(self.id, Integral) else ""
-            raise BadInputError(f"Task.id must be a string that is not empty, got {self.id!r}{hint}")
         try:
             validate_messages(self.messages)
         except BadInputError as error:
             raise BadInputError(f"the messages of task {self.id!r} are invalid: {error.message}") from None
-        if not isinstance(self.data, Mapping):
-            raise BadInputError(
-                f'Task.data of task {self.id!r} must be a dict such as {{"answer": 42}}, got {type(self.data).__name__}'
-            )
 
     @functools.cached_property
     def digests(self) -> Mapping[str, str]:

@@ -21,7 +21,6 @@ from verl_server.agent.engines import (
     limit_concurrency,
     load_named_by_server,
 )
-from verl_server.agent.episodes.episode_state import require_limits
 from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.user_code import call_user_function, call_within
 from verl_server.config import RemoteServer
@@ -35,6 +34,7 @@ from verl_server.router.resumable_generation import OnTokens
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.tokenizer import IDENTITY_TEXT
 from verl_server.types import Json
+from verl_server.validation import checked_value
 
 if TYPE_CHECKING:
     from verl_server.adapter.client import AsyncHttpServerEngineAdapter
@@ -187,7 +187,7 @@ def make_source(
     engine: Engine | EngineSource, renderer: ChatRenderer | None, limits: RolloutLimits | None
 ) -> tuple[EngineSource, RolloutLimits]:
     """Where the engine comes from, and the limits, which are complete if the engine runs already."""
-    limits = RolloutLimits(max_turns=1_000_000) if limits is None else require_limits(limits)
+    limits = RolloutLimits(max_turns=1_000_000) if limits is None else checked_value("limits", limits, RolloutLimits)
     if isinstance(engine, EngineSource):
         return engine, limits
     known = KnownEngine(engine, renderer)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import os
-import threading
-import time
 import weakref
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -14,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from verl_server.agent.user_code import call_user_function
 from verl_server.errors import DeadlineError
+from verl_server.threads import start_call
 
 MAX_PARSED_BYTES = 128 * 1024
 """Size of a body that is parsed or compared at once: about a millisecond. A worker thread costs 0.1 ms."""
@@ -28,8 +28,8 @@ work that runs at the same time, such as the tokenization in Rust."""
 END_TIMEOUT_S = 60.0
 """Seconds that the end of the process waits for work in threads."""
 
-_RUNNING = set[threading.Event]()
-"""Work that runs in threads. Its event is set at its end."""
+_RUNNING = set[Future[Any]]()
+"""Work that runs in threads."""
 os.register_at_fork(after_in_child=_RUNNING.clear)
 _WORKERS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 """Free worker threads of each event loop."""
@@ -49,31 +49,19 @@ async def run_aside(
 
 
 async def call_in_thread(function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:
-    """Call a function in a daemon thread.
-
-    A function that hangs does not hold up the end of the event loop, as it would in `asyncio.to_thread`. It holds up
-    the end of the process for `END_TIMEOUT_S` seconds.
+    """Call a function in a daemon thread. One that hangs holds up the end of the process for `END_TIMEOUT_S` seconds,
+    but not the end of the event loop.
     """
-
-    def call() -> Result:
-        is_done = threading.Event()
-        _RUNNING.add(is_done)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _RUNNING.discard(is_done)
-            is_done.set()
-
-    result: Result = await call_user_function(call)
-    return result
+    call = start_call(functools.partial(function, *args, **kwargs), "verl-gateway-work")
+    _RUNNING.add(call)
+    call.add_done_callback(_RUNNING.discard)
+    return await asyncio.wrap_future(call)
 
 
 @atexit.register
 def _wait_for_work() -> None:
     """Wait for functions that still run: Python aborts the process if a daemon thread runs native code at its end."""
-    deadline = time.monotonic() + END_TIMEOUT_S
-    for is_done in list(_RUNNING):
-        is_done.wait(max(deadline - time.monotonic(), 0.0))
+    wait(list(_RUNNING), END_TIMEOUT_S)
 
 
 def is_short_body(num_bytes: int) -> bool:

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_server.config import NotNegativeInt, PositiveInt
 from verl_server.errors import BadInputError
-from verl_server.trajectory.graph import TrajectoryGraph, require_graph
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import NO_VERSION, Node, TokenSequence, concatenate_nodes
 from verl_server.trajectory.rendering.vision import VisionInputs, require_vision_inputs
 from verl_server.trajectory.routed_experts import ExpertLayout, read_experts, read_tree_experts
-from verl_server.validation import is_whole_number, require_whole_number
+from verl_server.validation import check_arguments, is_whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -209,14 +210,15 @@ def loss_weights(graph: TrajectoryGraph) -> list[float]:
 # -- Conversion -------------------------------------------------------------------------------------
 
 
+@check_arguments(skip=("paths",))
 def to_batch(
     paths: Iterable[GraphPath],
-    pad_token_id: int,
+    pad_token_id: NotNegativeInt,
     *,
     vision: VisionInputs | None = None,
     expert_layout: ExpertLayout | None = None,
-    prompt_length: int | None = None,
-    response_length: int | None = None,
+    prompt_length: PositiveInt | None = None,
+    response_length: PositiveInt | None = None,
 ) -> TensorDict:
     """Convert paths to padded tensors with B rows.
 
@@ -252,16 +254,13 @@ def to_batch(
     token id, for paths with routed experts beside paths without, and for routed experts that do not fit to
     `expert_layout` or to the tokens.
     """
-    if pad_token_id is None:
-        raise BadInputError("pad_token_id is None: this tokenizer has no padding token; pass tokenizer.eos_token_id")
-    require_whole_number("pad_token_id", pad_token_id, minimum=0)
     import torch
     from tensordict import TensorDict
 
     rows, experts = _read(paths, vision, expert_layout)
     prompt_width = _width("prompt", prompt_length, rows, [row.prompt_length for row in rows])
     width = _width("response", response_length, rows, [row.length - row.prompt_length for row in rows])
-    fields = _input_fields(rows, prompt_width, width, int(pad_token_id)) | _response_fields(rows, width)
+    fields = _input_fields(rows, prompt_width, width, pad_token_id) | _response_fields(rows, width)
     fields["loss_weight"] = torch.tensor([row.loss_weight for row in rows])
     if experts:
         fields["routed_experts"] = _pad_experts(experts, fields["attention_mask"])
@@ -271,6 +270,7 @@ def to_batch(
     return batch
 
 
+@check_arguments(skip=("paths",))
 def to_packed(
     paths: Iterable[GraphPath], *, vision: VisionInputs | None = None, expert_layout: ExpertLayout | None = None
 ) -> dict[str, torch.Tensor]:
@@ -309,14 +309,14 @@ def _width(part: str, width: int | None, rows: Sequence[Row], lengths: Sequence[
     longest = max(lengths)
     if width is None:
         return longest
-    if longest > require_whole_number(f"{part}_length", width):
+    if longest > width:
         index = lengths.index(longest)
         raise BadInputError(
             f"the {part} of path {index} (session {rows[index].graph.session_id!r}) has {longest} tokens, but "
             f"{part}_length is {width}; pass {part}_length={longest} or more, on all ranks, or leave out such paths",
             argument=f"{part}_length",
         )
-    return int(width)
+    return width
 
 
 def _input_fields(rows: Sequence[Row], prompt_width: int, width: int, pad: int) -> dict[str, torch.Tensor]:
@@ -385,6 +385,7 @@ def _zeros(rows: Sequence[Row], width: int) -> torch.Tensor:
 # Conversion of a session to tensors that contain each node once.
 
 
+@check_arguments()
 def to_tree(graph: TrajectoryGraph, *, expert_layout: ExpertLayout | None = None) -> dict[str, torch.Tensor]:
     """Convert all paths of a session to tensors that contain each node once. Shared turns are trained once.
 
@@ -404,7 +405,6 @@ def to_tree(graph: TrajectoryGraph, *, expert_layout: ExpertLayout | None = None
     """
     import torch
 
-    require_graph(graph)
     if any(map(graph.images, graph.leaves)):
         raise BadInputError("to_tree cannot convert a session with images; pass its paths to to_batch or to_packed")
     experts = read_tree_experts(graph, expert_layout)

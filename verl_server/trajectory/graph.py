@@ -18,7 +18,7 @@ from verl_server.errors import BadInputError
 from verl_server.trajectory.nodes import ForkReason, Node, Note, Span, TokenSequence, concatenate_nodes, validate_node
 from verl_server.trajectory.rendering.messages import image_sources
 from verl_server.types import Json
-from verl_server.validation import require_whole_number
+from verl_server.validation import check_arguments, require_whole_number
 
 # -- Prefix index -----------------------------------------------------------------------------------
 # `PrefixIndex`: finds the nodes of a token graph whose paths are a prefix of a token sequence. Pure data, no I/O.
@@ -126,13 +126,6 @@ class Termination:
 
 
 # -- Graph ------------------------------------------------------------------------------------------
-
-
-def require_graph(value: object) -> None:
-    """Raise BadInputError unless `value` is a `TrajectoryGraph`."""
-    if not isinstance(value, TrajectoryGraph):
-        cure = "pass sample.graph" if hasattr(value, "graph") else "pass sample.graph or load_session(path)"
-        raise BadInputError(f"expected a TrajectoryGraph, got {type(value).__name__}; {cure}")
 
 
 @dataclass
@@ -424,12 +417,12 @@ class Divergence:
     """Token id of the new node at this position. None if the new node ends before it."""
 
 
+@check_arguments()
 def find_divergences(graph: TrajectoryGraph) -> list[Divergence]:
     """The divergences of all forks of a session, in the order in which the forks were recorded.
 
     Raises BadInputError if `graph` is no `TrajectoryGraph`.
     """
-    require_graph(graph)
     return list(_iterate_divergences(graph))
 
 

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_server.config import PositiveInt
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
-from verl_server.validation import require_whole_number
+from verl_server.validation import check_fields
 from verl_server.weights.manifest import read_config
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ PASS_LAYOUT = "expert_layout=ExpertLayout.from_config(model.config)"
 """How a batch gets the layout, for errors."""
 
 
+@check_fields()
 @dataclass(frozen=True)
 class ExpertLayout:
     """The number of layers and of experts per token of a model, which say how its routed experts are stored.
@@ -53,14 +55,10 @@ class ExpertLayout:
     Raises BadInputError for a value that is no whole number of at least 1.
     """
 
-    num_layers: int
+    num_layers: PositiveInt
     """Number of all layers, also of those without experts: Hugging Face's `num_hidden_layers`."""
-    num_experts_per_token: int
+    num_experts_per_token: PositiveInt
     """Number of experts that the router of a layer chooses for a token: Hugging Face's `num_experts_per_tok`."""
-
-    def __post_init__(self) -> None:
-        require_whole_number("num_layers", self.num_layers)
-        require_whole_number("num_experts_per_token", self.num_experts_per_token)
 
     @classmethod
     def from_config(cls, config: Any, *, trust_remote_code: bool = False) -> ExpertLayout:
@@ -164,8 +162,6 @@ def _check_layout(
 
     `names`: the names of the node lists in errors. A list without a turn fits to both.
     """
-    if layout is not None and not isinstance(layout, ExpertLayout):
-        raise BadInputError(f"expert_layout must be an ExpertLayout, got {type(layout).__name__}; pass {PASS_LAYOUT}")
     found: dict[bool, tuple[str, int]] = {}
     """First turn with routed experts, and first turn with tokens and without routed experts."""
     for name, nodes in zip(names, node_lists, strict=True):

@@ -8,11 +8,11 @@ import ipaddress
 import json
 import os
 import socket
-import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -20,6 +20,7 @@ from verl_server.errors import DeadlineError, ServerError, VerlServerError
 from verl_server.platforms.limits import available_memory
 from verl_server.ranks.bounded_store import ANSWER_TIMEOUT_S, BoundedStore
 from verl_server.ranks.placement import machine_id
+from verl_server.threads import start_call
 from verl_server.types import Json
 from verl_server.weights.arena import PAGE_BYTES, Report, SharedMemoryFile, SharedWords, memory_contains
 from verl_server.weights.device import accelerator, as_current
@@ -398,28 +399,22 @@ def _connect_nccl(group: Any) -> None:
     import torch
 
     device = torch.device("cuda", torch.cuda.current_device())
-    failures: list[BaseException] = []
 
     def connect() -> None:
-        try:
-            with torch.cuda.device(device):
-                group.eager_connect_single_device(device)
-        except BaseException as error:  # noqa: BLE001 - raised by the waiting thread
-            failures.append(error)
+        with torch.cuda.device(device):
+            group.eager_connect_single_device(device)
 
-    thread = threading.Thread(target=connect, name="verl-server-nccl", daemon=True)
-    thread.start()
-    thread.join(FORMING_TIMEOUT_S)
-    if not thread.is_alive() and not failures:
-        return
-    group.abort()
-    if failures:
-        raise failures[0]
-    raise DeadlineError(
+    connecting = start_call(connect, "verl-server-nccl")
+    failure: BaseException | None = DeadlineError(
         f"NCCL did not connect the members of the group within {FORMING_TIMEOUT_S:g} s",
         operation="broadcast",
         seconds=FORMING_TIMEOUT_S,
     )
+    if wait([connecting], FORMING_TIMEOUT_S).done:
+        failure = connecting.exception()
+    if failure is not None:
+        group.abort()
+        raise failure
 
 
 @contextlib.contextmanager

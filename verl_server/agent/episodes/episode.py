@@ -16,13 +16,14 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, Unpack
 
-from verl_server.agent.engines import GenerateFn, generate_whole_turn, require_generate_fn, require_sampling_params
-from verl_server.agent.episodes.episode_state import EpisodeState, validate_episode_arguments
+from verl_server.agent.engines import GenerateFn, generate_whole_turn, require_sampling_params
+from verl_server.agent.episodes.episode_state import EpisodeState, require_token_limit
 from verl_server.agent.limits import EpisodeStopped, LastStop, RolloutLimits
 from verl_server.agent.samples import Segment, Task, Turn, find_segments, require_loss_weight
 from verl_server.agent.tools.parsing import opens_thought
 from verl_server.agent.tools.tool import Tool, ToolRegistry, as_tool_registry
 from verl_server.agent.user_code import call_user_function
+from verl_server.config import NotNegativeInt
 from verl_server.errors import BadInputError, to_wire
 from verl_server.router.resumable_generation import OnTokens, version_spans
 from verl_server.trajectory.graph import TrajectoryGraph
@@ -40,7 +41,7 @@ from verl_server.trajectory.rendering.vision import (
 )
 from verl_server.trajectory.routed_experts import num_recorded_expert_tokens, pack_experts
 from verl_server.types import Json
-from verl_server.validation import require_whole_number
+from verl_server.validation import check_arguments
 
 # -- Cursor -----------------------------------------------------------------------------------------
 # The end of one branch of an episode: renders the next messages, requests the next turn, and records both.
@@ -223,7 +224,8 @@ class Episode:
     `tools`, `reached_limit` and `num_context_tokens` belong to the branch; `task`, `graph`, `limits`, `segments` and
     `num_response_tokens` belong to the episode. `record`: a `Recorder`, or a `TrajectoryGraph` that is kept in memory
     only. `sampling_params`: SGLang's sampling parameters of every turn. `tools`: tools and functions for the policy.
-    `return_routed_experts`: whether routed experts are recorded. Raises BadInputError for arguments of a wrong type.
+    `return_routed_experts`: whether routed experts are recorded. Raises BadInputError for limits without a maximum
+    number of tokens, and for a sampling parameter with a wrong value.
     """
 
     def __init__(
@@ -238,8 +240,7 @@ class Episode:
         *,
         return_routed_experts: bool = False,
     ) -> None:
-        validate_episode_arguments(renderer, limits, sampling_params)
-        require_generate_fn("generate", generate)
+        require_token_limit(limits)
         self.task, self.limits = task, limits
         self.messages: Sequence[Message] = task.messages
         """Messages of the first prompt of this branch. Those of the task in the first branch."""
@@ -324,18 +325,20 @@ class Episode:
 
     # -- branches -----------------------------------------------------------------------------------
 
-    def fork(self, node: int | None = None, reason: ForkReason = ForkReason.SAMPLE) -> Self:
+    @check_arguments()
+    def fork(self, node: NotNegativeInt | None = None, reason: ForkReason = ForkReason.SAMPLE) -> Self:
         """A new branch that continues after `node`, by default at the end of this branch. Raises BadInputError.
 
         Branches generate concurrently if they are awaited together, for example with `asyncio.gather`. The new branch
         has the messages and the tools of the first prompt of its path.
         """
         if node is not None:
-            self.graph.node(require_whole_number("node", node, minimum=0))
+            self.graph.node(node)
         branch = self._new_branch(self.leaf if node is None else node, reason, self.loss_weight)
         branch.messages, branch.tools = self._state.first_prompt(self.leaf, node) or (self.messages, self.tools)
         return branch
 
+    @check_arguments(skip=("messages", "tools"))
     def new_root(
         self,
         messages: Sequence[Message],
@@ -374,8 +377,6 @@ class Episode:
         branch._is_adopted = True
 
     def _new_branch(self, leaf: int | None, reason: ForkReason, loss_weight: float) -> Self:
-        if not isinstance(reason, ForkReason):
-            raise BadInputError(f"reason must be a ForkReason, got {reason!r}; write ForkReason.SAMPLE, for example")
         branch = copy.copy(self)
         branch._first = self._first or self
         name = f"{self._cursor.branch}.{self._num_forks}".removeprefix(".")

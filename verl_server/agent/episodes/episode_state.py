@@ -8,10 +8,10 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from verl_server.agent.engines import GenerateFn, require_sampling_params
+from verl_server.agent.engines import GenerateFn
 from verl_server.agent.limits import EpisodeStopped, Phase, RolloutLimits, measure
 from verl_server.agent.tools.tool import ToolRegistry
-from verl_server.agent.user_code import CURRENT_EPISODE_STATE, has_result, wait_until_done
+from verl_server.agent.user_code import CURRENT_EPISODE_STATE, wait_until_done
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
@@ -103,24 +103,12 @@ FirstPrompt = tuple[Sequence[Message], ToolRegistry]
 CLOSED = "the episode was closed while this turn was being generated"
 
 
-def validate_episode_arguments(renderer: object, limits: object, sampling_params: object) -> None:
-    """Raise BadInputError for arguments that an `Episode`, and therefore a runner of episodes, cannot use."""
-    if not isinstance(renderer, ChatRenderer):
-        got = type(renderer).__name__
-        raise BadInputError(f"renderer must be a ChatRenderer, got {got}; pass get_renderer(tokenizer)")
-    if not require_limits(limits).has_token_limit:
+def require_token_limit(limits: RolloutLimits) -> None:
+    """Raise BadInputError if episodes with these limits could have any number of tokens."""
+    if not limits.has_token_limit:
         raise BadInputError(
             "the number of tokens of an episode must be limited, for example: RolloutLimits(max_response_tokens=1024)"
         )
-    require_sampling_params(sampling_params)
-
-
-def require_limits(limits: object) -> RolloutLimits:
-    """`limits`. Raises BadInputError if they are no `RolloutLimits`."""
-    if not isinstance(limits, RolloutLimits):
-        got = type(limits).__name__
-        raise BadInputError(f"limits must be RolloutLimits, got {got}; pass RolloutLimits(max_response_tokens=1024)")
-    return limits
 
 
 class EpisodeState:
@@ -310,7 +298,7 @@ class EpisodeState:
             self._requests.discard(task)
         if self._is_closed:  # a result that arrived while the episode ended belongs to no segment
             raise asyncio.CancelledError(CLOSED)
-        if is_late and not has_result(task):
+        if is_late:
             raise self.stop("timeout_s")
         return task.result()
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from verl_server.config import Positive, PositiveInt
 from verl_server.errors import BadInputError, InfrastructureError, UnsupportedError, UserCodeError
-from verl_server.validation import require_bool, require_seconds, require_whole_number
+from verl_server.validation import check_arguments, check_fields, require_seconds
 
 # -- Arguments --------------------------------------------------------------------------------------
 # Checks of the arguments of a sandbox's methods.
@@ -100,27 +101,22 @@ ANSWER_TIMEOUT_S = 15.0
 ExceededLimit = Literal["time", "memory", "cpu", "processes"]
 
 
+@check_fields()
 @dataclass(frozen=True)
 class SandboxLimits:
     """Limits of the processes of a sandbox. Raises BadInputError for a value that is not a positive number."""
 
-    memory_bytes: int = 2 << 30
+    memory_bytes: PositiveInt = 2 << 30
     """Maximum memory of all processes of the sandbox together, and of each process. A local sandbox counts the resident
     memory of each process: pages that processes share count several times, and files in memory do not count."""
-    cpu_s: float | None = None
+    cpu_s: Positive | None = None
     """Maximum processor seconds that the sandbox uses during one command. None: no limit except the timeout."""
-    max_processes: int = 1024
+    max_processes: PositiveInt = 1024
     """Maximum number of processes and threads at a time."""
-    max_file_bytes: int = 1 << 30
+    max_file_bytes: PositiveInt = 1 << 30
     """Maximum size of each file. The size of all files together is not limited."""
-    max_output_bytes: int = 1 << 20
+    max_output_bytes: PositiveInt = 1 << 20
     """Maximum size of each of the two outputs of a command. Of a longer output, the middle is left out."""
-
-    def __post_init__(self) -> None:
-        for name in ("memory_bytes", "max_processes", "max_file_bytes", "max_output_bytes"):
-            require_whole_number(name, getattr(self, name), minimum=1)
-        if self.cpu_s is not None:
-            require_seconds("cpu_s", self.cpu_s)
 
 
 @dataclass(frozen=True)
@@ -178,11 +174,10 @@ class Sandbox(ABC):
     shell = "sh"
     """Program that runs a line for the shell: bash if the sandbox has it."""
 
+    @check_arguments()
     def __init__(self, limits: SandboxLimits | None = None, *, network: bool = False) -> None:
         """`network`: whether commands may use the network of this machine. Raises BadInputError for another type."""
-        if not isinstance(limits, (SandboxLimits, type(None))):
-            raise BadInputError(f"limits must be SandboxLimits(...), got {limits!r:.80}")
-        self.limits, self.network = limits or SandboxLimits(), require_bool("network", network)
+        self.limits, self.network = limits or SandboxLimits(), network
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: str | None = None
         """Why the sandbox does not run any more. None before that."""

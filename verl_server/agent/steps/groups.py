@@ -30,13 +30,13 @@ from verl_server.agent.limits import Phase, measure, measure_sample
 from verl_server.agent.sample_runner import Outcome, SampleRunner, SampleSession
 from verl_server.agent.samples import SampleGroup, Task
 from verl_server.agent.tools.tool import count_calls
-from verl_server.agent.user_code import END_TIMEOUT_S, NotedFailures, await_to_its_end, wait_until_done
+from verl_server.agent.user_code import END_TIMEOUT_S, USER_FAILURES, await_to_its_end, raise_noted, wait_until_done
 from verl_server.errors import BadInputError
 from verl_server.tracing import span
 from verl_server.trajectory.recorder import has_recorded_nodes, session_file
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.vision import have_images
-from verl_server.validation import is_bool, is_list, require_callable
+from verl_server.validation import is_bool, is_list
 
 logger = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ NAMED_FILTERS: dict[str, GroupFilter] = {"has_variance": has_variance}
 
 
 def get_group_filter(value: GroupFilter | str | None, n: int, has_rewards: bool) -> GroupFilter | None:
-    """The filter of a name or a function. Raises BadInputError for another value, and for a filter that keeps nothing.
+    """The filter of a name or a function. Raises BadInputError for another name, and for a filter that keeps nothing.
 
     `n`: number of samples of a group. `has_rewards`: whether the samples have rewards with a weight.
     """
@@ -360,8 +360,6 @@ def get_group_filter(value: GroupFilter | str | None, n: int, has_rewards: bool)
                 "whose weight is not 0"
             )
         return NAMED_FILTERS[value]
-    if value is not None:
-        require_callable("group_filter", value, "write `def keep(group: SampleGroup) -> bool`")
     return value
 
 
@@ -371,11 +369,13 @@ async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
         return True
     task_id = group.task.id
     note = f"raised by group_filter for the group of task {task_id!r}; failed samples have the reward None"
-    with NotedFailures(note):
+    try:
         kept = group_filter(group)
         if inspect.isawaitable(kept):
             name = f"group_filter, called with the group of task {task_id!r},"
             kept = await await_to_its_end(asyncio.ensure_future(kept), name)
+    except USER_FAILURES as error:
+        raise_noted(error, note)
     return _require_bool(kept, group)
 
 
@@ -457,15 +457,17 @@ class TaskSource:
         Raises BadInputError for an entry that is no task, and the exceptions of the iterator and of `check`.
         """
         while number >= self._num_read and not self._is_exhausted:
-            with NotedFailures(f"raised by the iterator of the tasks when it was asked for task {self._num_read}"):
-                try:
-                    if isinstance(self._iterator, AsyncIterator):
-                        task = await anext(self._iterator)
-                    else:
-                        task = next(self._iterator)
-                except (StopIteration, StopAsyncIteration):
-                    self._is_exhausted = True
-                    break
+            try:
+                if isinstance(self._iterator, AsyncIterator):
+                    task = await anext(self._iterator)
+                else:
+                    task = next(self._iterator)
+            except (StopIteration, StopAsyncIteration):
+                self._is_exhausted = True
+                break
+            except USER_FAILURES as error:
+                note = f"raised by the iterator of the tasks when it was asked for task {self._num_read}"
+                raise_noted(error, note)
             self._check(self._num_read, require_task(task, self._num_read))
             if self._is_needed(self._num_read):
                 self._kept[self._num_read] = task

@@ -17,8 +17,9 @@ from mcp.types import Tool as ToolDescription
 
 from verl_server.agent.tools.tool import Tool
 from verl_server.agent.user_code import wait_uncancelled, wait_until_done
+from verl_server.config import Positive
 from verl_server.errors import BadInputError, ServerError, UserCodeError
-from verl_server.validation import require_seconds
+from verl_server.validation import check_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ McpServer = Server[Any] | MCPServer | Transport | StdioServerParameters | str
 
 
 @asynccontextmanager
-async def mcp_tools(server: McpServer, timeout_s: float = 30.0, *, prefix: str = "") -> AsyncIterator[list[Tool]]:
+@check_arguments(skip=("server",))
+async def mcp_tools(server: McpServer, timeout_s: Positive = 30.0, *, prefix: str = "") -> AsyncIterator[list[Tool]]:
     """Connect to an MCP server and yield its tools.
 
     `server`: a URL (streamable HTTP), `mcp.StdioServerParameters` of a program, which is started and ended with the
@@ -89,7 +91,6 @@ async def mcp_tools(server: McpServer, timeout_s: float = 30.0, *, prefix: str =
     another type, for a string that is no URL and for a `timeout_s` that is not a positive number,
     and ServerError with the name of the server if there is no connection or the tools cannot be listed.
     """
-    require_seconds("timeout_s", timeout_s)
     _require_server(server)
     connected: asyncio.Future[tuple[Client, list[ToolDescription]]] = asyncio.get_running_loop().create_future()
     closing, tools = asyncio.Event(), list[McpTool]()

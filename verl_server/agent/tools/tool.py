@@ -20,25 +20,24 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
 from numbers import Number
-from typing import Annotated, Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import orjson
 import pydantic
-from pydantic import Field
 
 from verl_server.agent.limits import EpisodeStopped, LoopSlots, Phase, RolloutLimits, measure
 from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
 from verl_server.agent.user_code import CURRENT_EPISODE_STATE, call_user_function, create_user_task, wait_until_done
-from verl_server.config import Positive, PositiveInt
+from verl_server.config import Name, Positive, PositiveInt
 from verl_server.errors import BadInputError, InfrastructureError, UserCodeError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.messages import Message, as_json, copy_json
 from verl_server.types import Json
 from verl_server.validation import (
+    check_arguments,
     check_fields,
-    find_coroutine_error,
+    checked_value,
     require_list,
-    require_seconds,
 )
 
 logger = logging.getLogger(__name__)
@@ -54,19 +53,17 @@ OPTIONS_ATTRIBUTE = "__verl_server_tool__"
 DEFAULT_TIMEOUT_S = 30.0
 
 
+@check_fields()
 @dataclass(frozen=True)
 class ToolOptions:
     """The options of a tool, see `tool`."""
 
-    name: Annotated[str, Field(min_length=1)] | None = None
-    description: Annotated[str, Field(min_length=1)] | None = None
+    name: Name | None = None
+    description: Name | None = None
     timeout_s: Positive = DEFAULT_TIMEOUT_S
     max_result_tokens: PositiveInt | None = None
     truncate: Truncation = "end"
     max_concurrency: PositiveInt | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @functools.cached_property
     def _slots(self) -> LoopSlots | None:
@@ -289,9 +286,6 @@ def _as_json(value: Any) -> Any:
 
 # -- Tool -------------------------------------------------------------------------------------------
 
-RUN_EXAMPLE = "async def run(self, arguments)"
-"""How the method `run` of a tool is written, for errors."""
-
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -338,12 +332,13 @@ def _source_file(function: Callable[..., Any]) -> str | None:
 class Tool(ABC):
     """A tool that a policy may call: a name, a JSON schema as chat templates take it, and a timeout per call."""
 
-    def __init__(self, name: str, description: str, parameters: Json, timeout_s: float) -> None:
+    @check_arguments(skip=("parameters",))
+    def __init__(self, name: Name, description: str, parameters: Json, timeout_s: Positive) -> None:
         """`parameters`: JSON schema of the arguments. `timeout_s`: maximum seconds per call.
 
-        Raises BadInputError for a `timeout_s` that is not a positive number.
+        Raises BadInputError for an argument of a wrong type, and for a `timeout_s` that is not a positive number.
         """
-        self.name, self.timeout_s = name, require_seconds(f"timeout_s of tool {name!r}", timeout_s)
+        self.name, self.timeout_s = name, timeout_s
         self.schema: Json = {
             "type": "function",
             "function": {"name": name, "description": description, "parameters": parameters},
@@ -400,7 +395,7 @@ class Tool(ABC):
         return result
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        timeout_s = require_seconds("Tool.timeout_s", self.timeout_s)
+        timeout_s = checked_value("Tool.timeout_s", self.timeout_s, Positive)  # a subclass may have set it since
         task = create_user_task(self._run_as_text(arguments), CURRENT_EPISODE_STATE.get())
         timed_out = await wait_until_done(task, timeout_s, f"the tool {self.name!r}")
         try:
@@ -421,8 +416,12 @@ class Tool(ABC):
 
     async def _run_as_text(self, arguments: Mapping[str, Any]) -> str:
         result = self.run(arguments)
-        if (mistake := find_coroutine_error(type(self), "run", result, RUN_EXAMPLE)) is not None:
-            raise UserCodeError(mistake.message)
+        if not inspect.isawaitable(result):
+            raise UserCodeError(
+                f"{type(self).__qualname__}.run must be a coroutine function, but its call returned "
+                f"{type(result).__name__}; write `async def run(self, arguments)`, and let decorators return what they "
+                "call"
+            )
         if isinstance(value := await result, (Iterator, AsyncIterator)):
             raise UserCodeError(
                 f"tool {self.name!r} returned an iterator, but the policy reads one result; collect the values and "
@@ -446,14 +445,13 @@ class FunctionTool(Tool):
     annotation or no JSON schema, have a name that begins with `_`, or cannot be passed by name.
     """
 
+    @check_arguments(skip=("function",))
     def __init__(
-        self, function: Callable[..., Any], *, name: str | None = None, timeout_s: float | None = None
+        self, function: Callable[..., Any], *, name: Name | None = None, timeout_s: Positive | None = None
     ) -> None:
         """`name`: name of the tool. `timeout_s`: maximum seconds per call. None takes the options of the decorator
         `tool`, or the function's name and 30 s.
         """
-        if name is not None and not isinstance(name, str):
-            raise BadInputError(f'the name of a tool must be a string, got {name!r}; write name="search"')
         decorated = options_of(function)
         self._options = options = decorated or ToolOptions()
         name = name or options.name

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +19,7 @@ from verl_server.errors import (
     ServerError,
     VerlServerError,
 )
+from verl_server.threads import call_in_thread
 from verl_server.types import Json
 
 if TYPE_CHECKING:
@@ -119,30 +118,13 @@ async def in_thread(work: Callable[[], T], folder: Any) -> T:
     """The result of `work`, which reads `folder`, in a thread. Raises DeadlineError after `FOLDER_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(FOLDER_TIMEOUT_S):
-            return await _in_daemon_thread(work)
+            return await call_in_thread(work)
     except TimeoutError as error:
         raise DeadlineError(
             f"{folder!r:.200} could not be read within {FOLDER_TIMEOUT_S:g} s",
             operation="read",
             seconds=FOLDER_TIMEOUT_S,
         ) from error
-
-
-async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """The result of `work` in a thread of its own. A thread that hangs neither keeps the process from ending nor delays
-    the work of other threads, as one of asyncio's executor would.
-    """
-    future = Future[T]()
-    future.set_running_or_notify_cancel()  # a caller that leaves cannot cancel it
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised in the coroutine that waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="verl-server-folder", daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def folder_signature(folder: Any) -> Any:

@@ -41,11 +41,11 @@ from verl_server.trajectory.exports.common import (
     tool_calls,
 )
 from verl_server.trajectory.exports.verifiers import UNKNOWN_VERSION
-from verl_server.trajectory.graph import TrajectoryGraph, require_graph
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node, Span
 from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.types import Json
-from verl_server.validation import require_list
+from verl_server.validation import check_arguments, require_list
 
 # -- Atif schema ------------------------------------------------------------------------------------
 # The Agent Trajectory Interchange Format (ATIF) of Harbor, version 1.8. Exports write it, and imports read 1.0 to 1.8.
@@ -380,6 +380,7 @@ def _from_part(part: ContentPart) -> Json:
 AGENT = "verl_server"
 
 
+@check_arguments(skip=("tools",))
 def to_atif(graph: TrajectoryGraph, *, model: str | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> list[Json]:
     """One ATIF document for each trained path of the session. Empty for a session without a node.
 
@@ -388,7 +389,6 @@ def to_atif(graph: TrajectoryGraph, *, model: str | None = None, tools: Sequence
     the number of turns. Raises BadInputError if `graph` is no `TrajectoryGraph`, for tools of another form, and for
     values that the format refuses, for example a reward that is NaN.
     """
-    require_graph(graph)
     require_tool_schemas(tools)
     paths = find_exported_paths(graph)
     agent = _describe_agent(model, tools)

@@ -11,10 +11,10 @@ from typing import Any
 
 from verl_server.trajectory.conversations import kind_at, recorded_kinds
 from verl_server.trajectory.exports.common import APPENDED_TEXT, node_messages
-from verl_server.trajectory.graph import TrajectoryGraph, require_graph
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import Node
 from verl_server.types import Json
-from verl_server.validation import is_finite_number
+from verl_server.validation import check_arguments, is_finite_number
 
 CHAT_CALL, TEXT_CALL = "acompletion", "atext_completion"
 """LiteLLM's names of the calls: a chat, and a raw prompt."""
@@ -23,6 +23,7 @@ TURN_DETAILS = ("request", "stop_sequence")
 """Keys of the recorded message of a turn that a gateway adds, and that are no part of the chat."""
 
 
+@check_arguments()
 def to_litellm(graph: TrajectoryGraph, *, model: str | None = None) -> list[Json]:
     """One line for each turn of the session, in the order of the turns, also for turns that are not trained.
 
@@ -30,7 +31,6 @@ def to_litellm(graph: TrajectoryGraph, *, model: str | None = None) -> list[Json
     are 0. Each line has the whole conversation before the turn, so that the size grows with the square of the number of
     turns. Raises BadInputError if `graph` is no `TrajectoryGraph`.
     """
-    require_graph(graph)
     kinds = recorded_kinds(graph)
     return [_payload(graph, node, model or "", kinds) for node in graph.nodes if node.sampled]
 

@@ -34,10 +34,11 @@ from verl_server.trajectory.exports.common import (
     text_of,
     tool_calls,
 )
-from verl_server.trajectory.graph import TrajectoryGraph, require_graph
+from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.nodes import ForkReason, Node, Span
 from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.types import Json
+from verl_server.validation import check_arguments
 
 # -- Verifiers schema -------------------------------------------------------------------------------
 # The fields of verifiers' saved traces that exports and imports use.
@@ -306,6 +307,7 @@ TIMEOUT = "timeout_s"
 ENVIRONMENT = "verl_server"
 
 
+@check_arguments(skip=("tools",))
 def to_verifiers(graph: TrajectoryGraph, *, model: str | None = None, tools: Sequence[Mapping[str, Any]] = ()) -> Json:
     """One line of verifiers' `traces.jsonl`: an episode with a trace of all trained paths of the session.
 
@@ -314,7 +316,6 @@ def to_verifiers(graph: TrajectoryGraph, *, model: str | None = None, tools: Seq
     trace. Raises BadInputError if `graph` is no `TrajectoryGraph`, for tools of another form, and for values that the
     format refuses, for example a reward that is NaN.
     """
-    require_graph(graph)
     require_tool_schemas(tools)
     paths = find_exported_paths(graph)
     task = TraceTask(type="Task", data={"name": graph.session_id})

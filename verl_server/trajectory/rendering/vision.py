@@ -455,16 +455,11 @@ class VisionInputs:
         return PathInputs(position_ids[:, 0].long(), tensors)
 
 
-def require_vision_inputs(vision: object, image_counts: Sequence[int]) -> VisionInputs | None:
-    """The argument `vision` of a batch. Raises BadInputError if it is missing for a path with images, or is wrong."""
-    if vision is not None and not isinstance(vision, VisionInputs):
-        raise BadInputError(
-            f"vision must be VisionInputs, got {type(vision).__name__}; pass VisionInputs(processor, model)"
-        )
+def require_vision_inputs(vision: VisionInputs | None, image_counts: Sequence[int]) -> None:
+    """Raise BadInputError if the argument `vision` of a batch is missing for a path with images."""
     with_images = next((index for index, count in enumerate(image_counts) if count), None)
     if vision is None and with_images is not None:
         raise BadInputError(
             f"path {with_images} has images, so a trainer needs pixel values and other position ids; pass "
             "vision=VisionInputs(processor, model)"
         )
-    return vision

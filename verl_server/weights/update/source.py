@@ -6,15 +6,16 @@ import contextlib
 import functools
 import itertools
 import math
-import threading
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl_server.errors import BadInputError, DeadlineError, PeerError, WeightManifestError
 from verl_server.ranks.shared_meshes import SharedMeshes
+from verl_server.threads import start_call
 from verl_server.types import Json, TensorSpec
 from verl_server.validation import as_pairs
 from verl_server.weights.device import CallerOrder, StagingCopies, accelerator
@@ -793,7 +794,6 @@ class ShardWriter:
         A collective cannot be cancelled. When this raises, the trainer's process group cannot be used any more. Raises
         DeadlineError, PeerError, or the failure of the coordinator.
         """
-        outcome: dict[str, Any] = {}
         order = CallerOrder(tensor)
         mesh = ranks_of(tensor.device_mesh)
         is_shared = bool(self._shared.shared([mesh]))
@@ -802,20 +802,17 @@ class ShardWriter:
         if not is_shared:  # the ranks of other engines are not left alone when only this engine has ended
             self._coordinator.raise_failure(self.call_id)
 
-        def gather() -> None:
-            try:
-                with order.continue_here():
-                    outcome["tensor"] = tensor.detach().full_tensor()
-            except Exception as error:  # noqa: BLE001 - raised by the waiting thread
-                outcome["error"] = error
+        def gather() -> torch.Tensor:
+            with order.continue_here():
+                whole: torch.Tensor = tensor.detach().full_tensor()
+                return whole
 
-        thread = threading.Thread(target=gather, name="verl-server-gather", daemon=True)
-        thread.start()
+        gathering = start_call(gather, "verl-server-gather")
         waits_in = ",".join(map(str, sorted(mesh))), name
         self._num_gathered[waits_in[0]] += 1
         started, has_told = time.monotonic(), is_shared
-        while thread.is_alive():
-            thread.join(POLL_INTERVAL_S)
+        while not gathering.done():
+            wait([gathering], POLL_INTERVAL_S)
             if is_shared:
                 self._shared.raise_loss(mesh)
             else:
@@ -831,12 +828,11 @@ class ShardWriter:
                     operation="full_tensor",
                     seconds=self._gather_timeout_s,
                 )
-        if "error" in outcome:
+        if (error := gathering.exception()) is not None:
             if is_shared:
                 self._shared.raise_loss(mesh, wait_s=LOSS_NOTICE_S)
-            raise PeerError(f"gathering a tensor from the trainer's ranks failed: {outcome['error']}")
-        whole: torch.Tensor = outcome["tensor"]
-        return whole
+            raise PeerError(f"gathering a tensor from the trainer's ranks failed: {error}")
+        return gathering.result()
 
 
 def meshes_of(named_tensors: NamedTensors) -> dict[frozenset[int], list[str]]:
