@@ -1,4 +1,4 @@
-"""Checks the chat templates of a folder, and prints the table of docs/chat-templates.md: one row for each template.
+"""Checks the chat templates of a folder, and prints the tables of docs/chat-template-results.md, a row for each.
 
     python benchmarks/check_templates.py FOLDER      # each FOLDER/*.jinja, also with its family if it is a known one
     python benchmarks/check_templates.py --released  # the families of the package `renderers`, without a template

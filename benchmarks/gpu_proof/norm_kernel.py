@@ -27,5 +27,5 @@ def missing_norm_kernel() -> str | None:
         return None
     return (
         f"flashinfer has no {source.name} ({source}), which SGLang's RMSNorm compiles without nvidia-cutlass-dsl: keep "
-        "flashinfer/data/csrc, flashinfer/data/include and flashinfer/data/cccl of the wheel (CONTRIBUTING.md)"
+        "flashinfer/data/csrc, flashinfer/data/include and flashinfer/data/cccl of the wheel (docs/gpu-proof.md)"
     )

@@ -42,7 +42,7 @@ from verl_server.trajectory import ChatRenderer, load_session
 __all__ = ["renderer"]
 PAGE, OPERATION = (
     " ".join((Path(__file__).parents[2] / "docs" / name).read_text().split())
-    for name in ("gateway.md", "gateway-operation.md")
+    for name in ("gateway-reference.md", "gateway-operation.md")
 )
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"

@@ -733,12 +733,12 @@ def test_a_kernel_without_namespaces(end: str) -> None:
     ],
 )
 def test_the_reward_of_the_documentation_is_not_hacked(program: str, expected: float) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "agents-reference.md").read_text()
     example = next(part for part in page.split("```python\n") if "class Coding(Environment)" in part).partition("```")[
         0
     ]
     names: dict[str, Any] = {}
-    exec(compile(example.partition("```")[0], "agents.md", "exec"), names)
+    exec(compile(example.partition("```")[0], "agents-reference.md", "exec"), names)
 
     async def run() -> float:
         cases = [["1 2\n", "3"], ["4 5 6\n", "15"]]

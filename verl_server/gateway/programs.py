@@ -153,7 +153,7 @@ def program_variables(url: str, key: str) -> dict[str, str]:
     """Environment variables for a program that acts through the gateway at `url` (without `/v1`).
 
     They are those of OpenAI's and Anthropic's SDKs, of LiteLLM, and of Claude Code, which then sends nothing to other
-    addresses. Codex takes its address from its settings: see docs/train-claude-code.md.
+    addresses. Codex takes its address from its settings: see docs/programs-reference.md.
     """
     return {
         "ANTHROPIC_BASE_URL": url,

@@ -1,7 +1,7 @@
 """`RouterHttpServer`: a router over HTTP, with SGLang's `/generate`, the routes of RL trainers, and the OpenAI paths.
 
 A generation through `/generate`, and through the routes in `rl_wire/`, survives the loss of its replica. A request to
-another OpenAI path is forwarded, see `http/http.py`.
+another OpenAI path is forwarded.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ forked_worker.py  the worker of such a server, and its OpenMP threads
 weights.py        the weight transfer engine of each worker, and methods that vLLM adds to its workers
 reload.py         vLLM's own reload of a model, for every model
 cpu_reload.py     one copy and one packing of each module, for models on a CPU whose modules are all known
-loading/              how an update gets into the model of one worker
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def find_version_refusal() -> str | None:
 
 
 def find_fork_refusal() -> str | None:
-    """Why servers of the installed vLLM are not forked. None if they are: `start_method.py` uses an inner table."""
+    """Why servers of the installed vLLM are not forked. None if they are: "Start method" uses an inner table."""
     for name in DISTRIBUTIONS:
         try:
             installed = version(name)
@@ -147,7 +147,7 @@ VARIABLES = {
 #: memory, which it makes resident at once.
 DEFAULT_CPU_KV_CACHE_GIB = 1
 #: Variables that have this value in every server. Routes for weights, pauses and memory need VLLM_SERVER_DEV_MODE, and
-#: `keys.py` protects them. With VLLM_API_KEY, vLLM would refuse the keys of this library. The warden finds vLLM's
+#: "Keys" protects them. With VLLM_API_KEY, vLLM would refuse the keys of this library. The warden finds vLLM's
 #: processes by the prefix of their names.
 FIXED_VARIABLES: Mapping[str, str] = {
     "VLLM_SERVER_DEV_MODE": "1",

@@ -195,7 +195,8 @@ def _rename(server_args: Json, names: Mapping[str, str]) -> Json:
         if name not in known and name not in REFUSED:
             hint = f": {OTHERS[name]}" if name in OTHERS else did_you_mean(name, known)
             raise BadInputError(
-                f"vLLM servers of this library have no argument {name!r}{hint} (docs/vllm.md lists all)", argument=name
+                f"vLLM servers of this library have no argument {name!r}{hint} (docs/vllm-reference.md lists all)",
+                argument=name,
             )
         renamed = names.get(name, name)
         if args.get(renamed) is not None:

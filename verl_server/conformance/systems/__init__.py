@@ -1,1 +1,1 @@
-"""The systems that the conformance suite can test. Each file has one system; `base.py` says what a system offers."""
+"""The systems that the conformance suite can test. `conformance/system.py` says what a system offers."""

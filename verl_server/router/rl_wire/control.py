@@ -4,7 +4,7 @@ While the router is paused, all requests wait in it: new ones, and those that ha
 that failed half-way they wait until another update has succeeded, so no token comes from weights that are not whole.
 
 A server that does not answer misses an operation. `check`, which the probe of a server calls, lets it receive requests
-again when it has what it has missed. Pauses are in `pauses.py`.
+again when it has what it has missed.
 """
 
 from __future__ import annotations

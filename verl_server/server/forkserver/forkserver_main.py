@@ -11,7 +11,7 @@ line argument, and when for `IDLE_TIMEOUT_S` it has had no server and no connect
 the imports, 1.1 GB, is then its own.
 
 The third command line argument, if there is one, is the descriptor of a listening socket. Other processes of the same
-user connect to it (`socket_folder.py`) and send the same requests.
+user connect to it (see "Socket folder") and send the same requests.
 """
 
 from __future__ import annotations

@@ -351,8 +351,6 @@ def require_same_prompt(recorded: Sequence[int], prompt: Sequence[int]) -> None:
 
 # -- Vision -----------------------------------------------------------------------------------------
 # The inputs of a vision-language model for recorded paths: what a trainer's forward pass needs beside the token ids.
-#
-# `rendering/vision_renderer.py` names the families of models.
 
 
 @dataclass(frozen=True)

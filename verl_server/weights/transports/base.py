@@ -166,7 +166,7 @@ class Receiver(ABC):
         """The update's named tensors in the order of the layout, valid until `close`. Raises if they do not arrive."""
 
     def tensors_to_copy(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """`tensors` for a caller that copies them to an accelerator and does not change them. See `device/device.py`.
+        """`tensors` for a caller that copies them to an accelerator and does not change them. See `weights/device.py`.
 
         Where possible, they are in pinned memory.
         """
