@@ -307,8 +307,14 @@ def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> flo
 
 def server_pid(replica: ReplicaView) -> int:
     """Process id of a running replica's server."""
-    assert replica.pids is not None
-    return replica.pids.main
+    pid = pid_of(replica)
+    assert pid is not None
+    return pid
+
+
+def pid_of(replica: ReplicaView) -> int | None:
+    """Process id of a replica's server. None if none runs."""
+    return None if (pids := replica.pids) is None else pids.main
 
 
 def open_files(pid: int | str = "self") -> int:

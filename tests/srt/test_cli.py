@@ -37,6 +37,8 @@ from verl_server.errors import BadInputError
 from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE
 from verl_server.server.warden.processes import find_shared_memory, list_descendants
 
+#: Programs inherit ignored signals: those of a test run that is in the background, or under nohup.
+DEFAULT_SIGNALS = ["env", "--default-signal=INT,HUP"]
 COMMAND = [sys.executable, "-m", "verl_server.cli"]
 KEYS = {API_KEY: "the-users-key", ADMIN_API_KEY: "the-admins-key"}
 SMALL_SERVER = ["--dtype", "float32", "--max-total-tokens=4096"]
@@ -180,7 +182,7 @@ def test_ctrl_c_on_a_terminal_before_the_server_is_ready(tiny: Callable[..., Pat
     folder.symlink_to(tiny("qwen3"))
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "launch", str(folder), *SMALL_SERVER],
+        [*DEFAULT_SIGNALS, *COMMAND, "launch", str(folder), *SMALL_SERVER],
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -338,7 +340,7 @@ def test_a_router_and_its_status_report_an_unreachable_replica() -> None:
 def test_a_router_outlives_its_terminal_under_nohup() -> None:
     """nohup ignores SIGHUP: the signal stays ignored. Without nohup, it ends the router."""
     command = [*COMMAND, "router", "--replica", "http://127.0.0.1:1"]
-    for prefix in (["nohup"], []):
+    for prefix in (["nohup"], DEFAULT_SIGNALS):
         with subprocess.Popen(
             [*prefix, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**KEYS)
         ) as router:
@@ -346,7 +348,7 @@ def test_a_router_outlives_its_terminal_under_nohup() -> None:
                 assert router.stdout is not None
                 assert router.stdout.readline().startswith("Ready:")
                 router.send_signal(signal.SIGHUP)
-                if prefix:
+                if prefix == ["nohup"]:
                     with pytest.raises(subprocess.TimeoutExpired):
                         router.wait(2)
                     router.terminate()

@@ -245,7 +245,8 @@ def test_the_command_with_several_servers_starts_before_them(shared_engine: Verl
     arguments = (str(tmp_path / "run"), "--server", missing, "--server", server.base_url)
     keys = {"VERL_SERVER_API_KEY": server.api_key or "", "VERL_SERVER_GATEWAY_ADMIN_KEY": ""}
     with gateway_command(*arguments, "--admin-key-file", str(key_file), **keys) as url:
-        (command,) = [each for each in psutil.Process().children() if "gateway" in each.cmdline()]
+        children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+        (command,) = [each for each in children if "gateway" in each.cmdline()]
         environment = Path(f"/proc/{command.pid}/environ").read_bytes()
         assert b"VERL_SERVER_API_KEY" in environment
         assert (server.api_key or "").encode() not in environment
