@@ -133,7 +133,8 @@ def _rename(server_args: Json, names: Mapping[str, str]) -> Json:
             continue
         if name not in known:
             raise BadInputError(
-                f"vLLM servers of this library do not take the argument {name!r}: docs/vllm-reference.md lists what they take",
+                f"vLLM servers of this library do not take the argument {name!r}: docs/vllm-reference.md lists what "
+                "they take",
                 argument=name,
             )
         renamed = names.get(name, name)
