@@ -291,7 +291,7 @@ class SurvivesItsOwner:
 def test_a_server_that_survives_its_owner_fails(
     engine: VerlEngineSystem, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faults, "END_S", 0.5)
+    monkeypatch.setattr(faults, "KILLED_END_S", 0.5)
     trial = Trial(engine, reference, SurvivesItsOwner)  # type: ignore[arg-type] # only what the case needs
     result = run_case(case_named("owner-killed"), trial)
     assert result.detail == "1 processes of the server still run after 0.5 s"
