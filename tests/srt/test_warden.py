@@ -129,7 +129,7 @@ def remove_folder(log: Path) -> None:
 def is_done(change: Callable[[Path], None], log: Path) -> bool:
     try:
         change(log)
-    except FileNotFoundError:  # the log was just rotated
+    except OSError:  # the log was just rotated, or written again
         return False
     return True
 
