@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -129,7 +130,11 @@ def remove_folder(log: Path) -> None:
 def is_done(change: Callable[[Path], None], log: Path) -> bool:
     try:
         change(log)
-    except OSError:  # the log was just rotated, or written again
+    except FileNotFoundError:  # the log was just rotated
+        return False
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:  # the log was just written again
+            raise
         return False
     return True
 
