@@ -222,7 +222,7 @@ def test_every_case_has_a_wrong_system() -> None:
 def test_a_wrong_system_fails(
     name: str, engine: VerlEngineSystem, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(killed, "ERROR_S", 200.0)  # requests of a server that was not killed end before, by themselves
+    monkeypatch.setattr(faults, "ERROR_S", 200.0)  # requests of a server that was not killed end before, by themselves
     wrong, reason = WRONG[name]
     system = wrong(engine)
     try:
