@@ -288,10 +288,10 @@ def test_more_cores_give_no_more_worker_threads() -> None:
 
 HANG = """
 import asyncio, contextlib, threading
-from verl_server.gateway import worker_threads
-worker_threads.END_TIMEOUT_S = 0.1
+from verl_server.gateway import threads
+threads.END_TIMEOUT_S = 0.1
 with contextlib.suppress(TimeoutError):
-    asyncio.run(asyncio.wait_for(worker_threads.run_aside(False, threading.Event().wait), 0.05))
+    asyncio.run(asyncio.wait_for(threads.run_aside(False, threading.Event().wait), 0.05))
 print("the event loop has ended")
 """
 

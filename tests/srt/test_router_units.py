@@ -354,8 +354,9 @@ def test_router_settings_are_positive_numbers(field: str) -> None:
     may_be_zero = field in ("max_queued_requests", "result_cache_bytes", "max_sessions", "orphan_timeout_s")
     if may_be_zero:
         assert getattr(RouterConfig(**{field: 0}), field) == 0
-    for bad in (-1, "2", True, *([] if may_be_zero else [0])):
-        with pytest.raises(BadInputError, match=f"RouterConfig.{field} must be "):
+    low, of_another_type = "greater than", "a valid (integer|number)"
+    for bad, rule in ((-1, low), ("2", of_another_type), (True, of_another_type), *([] if may_be_zero else [(0, low)])):
+        with pytest.raises(BadInputError, match=f"RouterConfig.{field} must be {rule}.*, got {bad!r}"):
             RouterConfig(**{field: bad})  # type: ignore[arg-type]
 
 
@@ -822,8 +823,8 @@ def test_a_router_process_survives_a_stop_of_its_parent() -> None:
         "from verl_server import AsyncHttpServerEngineAdapter as A; A.attach('http://127.0.0.1:1')",
         "from verl_server.adapter.blocking import EventLoopThread; EventLoopThread().close()",
         # A later change of the limit would replace the forkserver.
-        "from verl_server.server.forkserver import shared_forkserver\n"
-        "shared_forkserver.prepare_forkserver({'SGLANG_PLATFORM': 'another'})",
+        "from verl_server.server.forkserver.forkserver import prepare_forkserver\n"
+        "prepare_forkserver({'SGLANG_PLATFORM': 'another'})",
     ],
 )
 def test_the_limit_of_open_files_is_raised(use: str) -> None:

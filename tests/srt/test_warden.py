@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -132,6 +133,10 @@ def is_done(change: Callable[[Path], None], log: Path) -> bool:
     try:
         change(log)
     except FileNotFoundError:  # the log was just rotated
+        return False
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:  # the log was just written again
+            raise
         return False
     return True
 
