@@ -50,9 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Actors of Ray have the priority of the suite, so that the forkserver of the suite can fork their servers, too.
     os.environ.update(RAY_worker_niceness="0", RAY_worker_oom_score_adjustment="0")
-    here = str(Path(__file__).parent / "srt")
-    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *(path for path in python_path if path != here)]))
+    # Test modules import one another, and helpers, by their bare names: here, in actors and in other subprocesses.
+    srt = Path(__file__).parent / "srt"
+    folders = [str(srt), *sorted({str(path.parent) for path in srt.rglob("test_*.py")})]
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
+    python_path = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *folders)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *python_path])
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
         del os.environ[name]
     if FOLDER_VARIABLE in os.environ:

@@ -38,7 +38,7 @@ from verl_server.conformance.suite import (
 from verl_server.conformance.systems.sglang import VerlEngineSystem
 from verl_server.errors import BadInputError, ServerError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "conformance.md"
 RESULT = ROOT / "benchmarks" / "results" / "conformance-2cpu.json"
 

@@ -304,7 +304,7 @@ def test_numbers_paths_and_types_of_other_libraries_are_accepted() -> None:
     timeouts = Timeouts(start_s=two, control_s=three)
     assert (timeouts, type(timeouts.start_s), type(timeouts.control_s)) == (Timeouts(2, control_s=3), int, float)
     assert compute_placement(0, 4, two, {"tp_size": two}) == compute_placement(0, 4, 2, {"tp_size": 2})
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     given = {
         "model_path": folder, "tokenizer_path": folder, "lora_paths": {"a": folder}, "dtype": torch.bfloat16,
         "mem_fraction_static": np.float32(0.5), "tp_size": two, "json": MappingProxyType({"sizes": (1, 2)}),

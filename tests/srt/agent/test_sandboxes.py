@@ -733,7 +733,7 @@ def test_a_kernel_without_namespaces(end: str) -> None:
     ],
 )
 def test_the_reward_of_the_documentation_is_not_hacked(program: str, expected: float) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
     example = next(part for part in page.split("```python\n") if "class Coding(Environment)" in part).partition("```")[
         0
     ]

@@ -1094,7 +1094,7 @@ def test_a_training_that_is_killed_again_and_again_uses_each_sample_once(
 ) -> None:
     """On a real server. The trainer goes on where it was killed, or one step earlier."""
     adapter = adapter_of(shared_engine)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     steps: dict[int, str] = {}
     for attempt in range(4):
         start = max(len(steps) - attempt % 2, 0)

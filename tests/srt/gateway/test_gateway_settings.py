@@ -41,7 +41,7 @@ from verl_server.trajectory import ChatRenderer, load_session
 
 __all__ = ["renderer"]
 PAGE, OPERATION = (
-    " ".join((Path(__file__).parents[2] / "docs" / name).read_text().split())
+    " ".join((Path(__file__).parents[3] / "docs" / name).read_text().split())
     for name in ("gateway.md", "gateway-operation.md")
 )
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

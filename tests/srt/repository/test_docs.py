@@ -45,7 +45,7 @@ from verl_server.router.http import router_metrics
 from verl_server.router.targets import RoutingTargets
 from verl_server.weights.transports import is_streamed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),

@@ -36,7 +36,7 @@ from verl_server.server.warden import processes
 from verl_server.server.warden.processes import has_pidfds, read_command_line, start_time, worker_name
 from verl_server.server.warden.warden import BoundedLog
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 class RunningWarden:

@@ -300,7 +300,7 @@ def test_the_command_prints_the_report(tmp_path: Path) -> None:
 def test_the_table_has_a_row_for_each_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     import check_templates
 
     for name, template in {"right": RIGHT, "silent": DROPS_RESULTS, "raises": REFUSES_ALL, "qwen3": QWEN}.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 TORCH = next(
     line for line in (REPOSITORY / "requirements-vllm.lock").read_text().splitlines() if line.startswith("torch==")
 )

@@ -32,7 +32,7 @@ from verl_server.vllm_server.start import (
     to_command_line,
 )
 
-REPLIES = Path(__file__).with_name("vllm_replies")
+REPLIES = Path(__file__).parents[1] / "vllm_replies"
 PACKAGE = Path(verl_server.__file__).parent
 
 

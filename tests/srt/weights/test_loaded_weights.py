@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(600)
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """The outcome of each TP rank for each family, by number of TP ranks."""
     folder = tmp_path_factory.mktemp("loaded")
-    script = Path(__file__).parent / "loader_ranks.py"
+    script = Path(__file__).parents[1] / "loader_ranks.py"
     output = run_in_fork(script, [str(folder), *FAMILIES], tmp_path_factory.mktemp("output"), timeout_s=500.0)
     found: dict[str, list[dict[str, Any]]] = json.loads(output.splitlines()[-1])
     return found

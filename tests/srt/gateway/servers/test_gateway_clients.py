@@ -25,8 +25,8 @@ from verl_server.agent import RolloutLimits, as_generate_fn
 from verl_server.gateway import Gateway
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 
-ENVIRONMENT = Path(__file__).parents[2] / ".venv-clients"
-PROGRAMS = Path(__file__).parent / "agent_clients"
+ENVIRONMENT = Path(__file__).parents[4] / ".venv-clients"
+PROGRAMS = Path(__file__).parents[2] / "agent_clients"
 CONTEXT_LENGTH = 16384
 TIMEOUT_S = 150.0
 CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": 1, "b": 2\}\}</tool_call>'

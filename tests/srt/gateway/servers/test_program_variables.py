@@ -13,7 +13,7 @@ from verl_server.agent import RolloutLimits, Sample
 from verl_server.gateway.programs import MAX_PROGRAM_S
 
 __all__ = ["engine", "renderer", "run"]
-PAGE = (Path(__file__).parents[2] / "docs" / "train-claude-code.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs" / "train-claude-code.md").read_text()
 PRINT_VARIABLES = """
 ask(user("a"))
 names = ("OWN", "ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN", "OPENAI_BASE_URL", "OPENAI_API_KEY", "HOME")

@@ -22,9 +22,9 @@ from verl_server.integrations.trl.servers import TRL_VERSION, require_trl
 from verl_server.integrations.trl.tree_attention import torch_tree_attention
 from verl_server.integrations.trl.weights import PolicyVersions, require_mergeable
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 TRL_VENV = ROOT / ".venv-trl"
-TRAINER = Path(__file__).with_name("trl_trainer.py")
+TRAINER = Path(__file__).parents[2] / "trl_trainer.py"
 #: Largest difference between log probs of trainer and server, both float32.
 MAX_GAP = 1e-4
 TIMEOUT_S = 280.0

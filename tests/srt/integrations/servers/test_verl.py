@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from helpers import MARK, marked_processes, wait_until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 VERL_PYTHON = ROOT / ".venv-trainers" / "bin" / "python"
 pytestmark = [
     pytest.mark.timeout(900),

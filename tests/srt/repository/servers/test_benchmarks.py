@@ -18,7 +18,7 @@ from helpers import adapter_of
 
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 
 
 def test_bench_generate_measures_every_client(

@@ -28,7 +28,7 @@ from tensordict import TensorDict
 from verl_server.agent import Environment, Episode, RolloutRunner, RolloutStep, Sample, SingleTurnLoop, Task
 from verl_server.trajectory import ChatRenderer, ForkReason
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 
 pytestmark = pytest.mark.timeout(900)
 

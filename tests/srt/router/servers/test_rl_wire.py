@@ -25,8 +25,8 @@ from verl_server import RolloutManager, RouterConfig
 
 pytestmark = pytest.mark.timeout(900)
 
-CLIENTS = Path(__file__).parents[2] / ".venv-rl-clients" / "bin" / "python"
-PROGRAM = Path(__file__).parent / "rl_clients" / "verifiers_client.py"
+CLIENTS = Path(__file__).parents[4] / ".venv-rl-clients" / "bin" / "python"
+PROGRAM = Path(__file__).parents[2] / "rl_clients" / "verifiers_client.py"
 needs_clients = pytest.mark.skipif(
     not CLIENTS.exists(), reason="there is no .venv-rl-clients; `make rl-clients` makes it"
 )

@@ -27,7 +27,7 @@ from verl_server.errors import BadInputError
 from verl_server.server.warden.processes import SHM_DIR
 
 GIB = 2**30
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[4]
 
 
 def run_doctor(*args: str | Path, python: Path | str = sys.executable, **env: str) -> tuple[int, list[dict[str, Any]]]:

@@ -288,7 +288,7 @@ time.sleep(600)
 
 def test_the_death_of_the_trainer_ends_the_server(tied: Checkpoints) -> None:
     with leaves_nothing() as env:
-        folders = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+        folders = [str(Path(__file__).parents[2]), str(Path(__file__).parents[4])]
         trainer = subprocess.Popen(
             [sys.executable, "-c", TRAINER, str(tied.folders[0])],
             env={**os.environ, **env, "PYTHONPATH": os.pathsep.join(folders)},

@@ -39,7 +39,7 @@ from verl_server.config import RemoteServer, WeightsConfig
 from verl_server.conformance.reference import Interceptor
 from verl_server.errors import DeadlineError, PeerError, TornWeightsError, VerlServerError
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[2]
 STEPS = [
     "/pause_generation",
     "/begin_weight_update",

@@ -697,8 +697,7 @@ def test_a_folder_that_the_server_does_not_see_is_named(
     command += [sys.executable, "-c", OTHER_FOLDER_TRAINER, str(tiny("qwen3")), str(shared), str(tmp_path)]
     for server in map(remote_server_of, servers):
         command += [server.base_url, str(server.api_key), str(server.admin_api_key)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("TornWeightsError"), done.stdout
     for part in (servers[0].base_url, str(shared), "mount one file system at this path on both machines"):
