@@ -1,4 +1,4 @@
-"""`make setup-vllm` and what `make test` does where no wheel of torch for CPUs is found. Uses the real make and pip."""
+"""`make setup-vllm`, and `make test-all` where no wheel of torch for CPUs is found. Uses the real make and pip."""
 
 from __future__ import annotations
 

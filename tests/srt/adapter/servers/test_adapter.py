@@ -197,6 +197,7 @@ def test_an_attached_adapter_knows_no_processes(adapter: HttpServerEngineAdapter
             _ = attached.pids
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("keys", "call", "message"),
     [
@@ -253,6 +254,7 @@ def _start(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, results
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("mode", [mode for mode in PauseMode if mode is not PauseMode.WAIT])
 def test_pause_modes(adapter: HttpServerEngineAdapter, mode: PauseMode) -> None:
     whole = adapter.generate(input_ids=PROMPTS[1], sampling_params=LONG)["output_ids"]
@@ -274,6 +276,7 @@ def test_pause_modes(adapter: HttpServerEngineAdapter, mode: PauseMode) -> None:
     assert adapter.is_ready()
 
 
+@pytest.mark.smoke
 def test_abort_by_id(adapter: HttpServerEngineAdapter) -> None:
     running, replies = _start(lambda: adapter.generate(input_ids=[5, 6], sampling_params=LONG, rid="only-this"))
     adapter.abort_request("only-this")

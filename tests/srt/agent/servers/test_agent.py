@@ -56,6 +56,7 @@ def renderer(tiny: Callable[..., Path]) -> ChatRenderer:
     return ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))
 
 
+@pytest.mark.smoke
 def test_concurrent_episodes_with_tools_record_exact_tokens(
     shared_engine: VerlEngine, renderer: ChatRenderer, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -88,7 +89,7 @@ def test_concurrent_episodes_with_tools_record_exact_tokens(
         assert int(batch["response_mask"].sum()) == graph.num_sampled_tokens(episode.leaf)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_two_hundred_sessions_with_two_chat_templates(
     shared_engine: VerlEngine, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -170,6 +171,7 @@ def test_forks_and_appended_text_are_exact(
     assert_exact(graph, generate, model)
 
 
+@pytest.mark.smoke
 def test_turn_continues_after_a_weight_update_aborts_it(
     shared_engine: VerlEngine, renderer: ChatRenderer, tiny: Callable[..., Path]
 ) -> None:

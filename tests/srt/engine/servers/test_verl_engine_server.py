@@ -110,6 +110,7 @@ def test_bfloat16_serves_and_takes_float32_weights(engines: dict[str, Any], tiny
         assert float(row[token]) > float(row.max()) - 0.1, "greedy, up to the rounding of bfloat16"
 
 
+@pytest.mark.smoke
 def test_text_prompts_and_batches(shared_engine: VerlEngine) -> None:
     one = shared_engine.generate("hello", sampling_params=GREEDY)
     many = shared_engine.generate(["hello", "you"], sampling_params=[GREEDY, {**GREEDY, "max_new_tokens": 3}])
@@ -118,6 +119,7 @@ def test_text_prompts_and_batches(shared_engine: VerlEngine) -> None:
     assert len(many[1]["output_ids"]) == 3
 
 
+@pytest.mark.smoke
 def test_each_prompt_of_a_batch_has_its_own_values(shared_engine: Any) -> None:
     replies = shared_engine.generate(
         input_ids=((1, 2), [3, 4]),
@@ -131,6 +133,7 @@ def test_each_prompt_of_a_batch_has_its_own_values(shared_engine: Any) -> None:
     assert len(replies[1]["output_ids"]) == 3
 
 
+@pytest.mark.smoke
 def test_a_stream_grows_to_the_whole_reply(shared_engine: VerlEngine) -> None:
     whole = shared_engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)["output_ids"]
     pieces = [
@@ -142,6 +145,7 @@ def test_a_stream_grows_to_the_whole_reply(shared_engine: VerlEngine) -> None:
     assert all(whole[: len(piece)] == piece for piece in pieces)
 
 
+@pytest.mark.smoke
 def test_many_async_generate_calls_at_once(shared_engine: VerlEngine) -> None:
     async def gather() -> list[Any]:
         calls = [shared_engine.async_generate(input_ids=[i, i + 1], sampling_params=GREEDY) for i in range(20)]
@@ -155,6 +159,7 @@ def test_many_async_generate_calls_at_once(shared_engine: VerlEngine) -> None:
     assert [r["output_ids"] for r in asyncio.run(gather())] == [r["output_ids"] for r in alone]
 
 
+@pytest.mark.smoke
 def test_request_ids(shared_engine: VerlEngine) -> None:
     """One id for one prompt, and a list of ids for a batch; the replies have them."""
     one = shared_engine.generate(input_ids=[1, 2], sampling_params=GREEDY, rid="single")
@@ -205,6 +210,7 @@ def test_mappings_and_numbers_of_numpy_are_accepted(shared_engine: VerlEngine, t
     assert reply["output_ids"] == expected[:1]
 
 
+@pytest.mark.smoke
 def test_log_probabilities_are_after_temperature_and_before_top_k(
     shared_engine: VerlEngine, tiny: Callable[..., Path]
 ) -> None:

@@ -57,6 +57,7 @@ def openai_client(gateway: Gateway, key: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=gateway.openai_url, api_key=key, max_retries=0)
 
 
+@pytest.mark.smoke
 def test_a_conversation_with_tools_is_one_path(gateway: Gateway, generate: RecordingGenerateFn) -> None:
     info, key = gateway.create_session(sampling_params=FORCED_CALL)
     generate.prompts.clear()
@@ -112,6 +113,7 @@ def test_a_repeated_request_is_one_turn(gateway: Gateway) -> None:
     assert len(graph.nodes) == 3, "both turns follow the same prompt"
 
 
+@pytest.mark.smoke
 def test_repeated_requests_share_a_running_turn(gateway: Gateway) -> None:
     info, key = gateway.create_session(sampling_params={"max_new_tokens": 200, "ignore_eos": True})
     with ThreadPoolExecutor(4) as pool:

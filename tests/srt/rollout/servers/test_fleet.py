@@ -49,6 +49,7 @@ def engine(fleet_and_engine: tuple[RolloutManager, VerlEngine]) -> VerlEngine:
     return fleet_and_engine[1]
 
 
+@pytest.mark.smoke
 def test_a_fleet_behaves_as_one_engine(engine: Any, fleet: Any, tiny: Callable[..., Path]) -> None:
     model = reference_model(tiny("qwen3"))
     change_weights(model, seed=4)
@@ -58,6 +59,7 @@ def test_a_fleet_behaves_as_one_engine(engine: Any, fleet: Any, tiny: Callable[.
         assert_equals_reference(replica.adapter, model)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("victim", ["server", "scheduler"])
 def test_a_request_survives_the_death_of_its_replica(
     victim: str, engine: Any, fleet: Any, tiny: Callable[..., Path]

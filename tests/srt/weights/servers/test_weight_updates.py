@@ -54,6 +54,7 @@ def _footprint(server_pids: list[int]) -> dict[str, int]:
     }
 
 
+@pytest.mark.smoke
 def test_no_request_is_answered_from_the_cache_of_earlier_weights(
     shared_engine: VerlEngine, tiny: Callable[..., Path]
 ) -> None:
@@ -85,7 +86,7 @@ def test_no_request_is_answered_from_the_cache_of_earlier_weights(
     shared_engine.update_weights_from_tensor(original.items())
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_300_updates_interleaved_with_generations(shared_engine: VerlEngine, tiny: Callable[..., Path]) -> None:
     """No hang and no leak. Every generation has the tokens of the version that its reply names."""
     model = reference_model(tiny("qwen3"))
@@ -231,6 +232,7 @@ def test_the_server_serves_on_after_a_refused_memory_release(adapter: HttpServer
     assert adapter.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"]
 
 
+@pytest.mark.smoke
 def test_a_trainer_can_keep_its_parameters_in_the_staging_memory(
     shared_engine: VerlEngine, tiny: Callable[..., Path]
 ) -> None:
@@ -248,6 +250,7 @@ def test_a_trainer_can_keep_its_parameters_in_the_staging_memory(
     assert [r["output_ids"] for r in shared_engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)] == first
 
 
+@pytest.mark.smoke
 def test_nan_weights_give_no_tokens(shared_engine: VerlEngine, tiny: Callable[..., Path]) -> None:
     """SGLang answers with token 0 and the log probability null."""
     name, tensor = next(iter(reference_model(tiny("qwen3")).state_dict().items()))
@@ -267,6 +270,7 @@ def test_nan_weights_give_no_tokens(shared_engine: VerlEngine, tiny: Callable[..
     assert_equals_reference(shared_engine, reference_model(tiny("qwen3")))
 
 
+@pytest.mark.smoke
 def test_writes_to_staged_weights_during_an_update_are_detected(
     shared_engine: VerlEngine, tiny: Callable[..., Path]
 ) -> None:
