@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -17,11 +16,12 @@ from verl_server.tracing import continue_trace, trace_headers
 
 @pytest.fixture(scope="module")
 def exporter() -> Iterator[InMemorySpanExporter]:
+    """The spans of a program with a tracer provider. A process cannot unset its provider, so it gets none here."""
     exported, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exported))
-    trace.set_tracer_provider(provider)
-    yield exported
-    provider.shutdown()  # other tests of this process export nothing
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_server.tracing._tracer", provider.get_tracer("verl_server"))
+        yield exported
 
 
 def test_without_a_trace_no_header_is_sent(exporter: InMemorySpanExporter) -> None:
