@@ -7,7 +7,8 @@ replica.py       verl's replica: asks the fleet for one more server, at the plac
 fleet_actor.py   the Ray actor that owns the servers of the policy. It imports no verl
 generation.py    verl's requests and replies, in the actor
 ray_fleet.py     the fleet of the actor as the backend of a `VerlEngine` in the trainer, and calls to its servers
-trainer.py       the trainer ranks: rollout, checkpoint engine, `VerlEngine`, weights as shards
+trainer_engine.py  the `VerlEngine` of the trainer ranks. It imports no verl
+trainer.py       the trainer ranks: rollout, checkpoint engine, weights as shards
 
 This module imports nothing, so that the actor need not import verl.
 """

@@ -36,7 +36,7 @@ from verl_server.integrations.verl.fleet_actor import FleetActor, ReplayJobs
 from verl_server.integrations.verl.generation import Generations, make_request, prompt_logprobs, require_no_other_media
 from verl_server.integrations.verl.ray_fleet import RayFleet, RayTarget, _watch
 from verl_server.integrations.verl.settings import FleetSpec, OwnSettings
-from verl_server.integrations.verl.trainer import TrainerEngine, find_fleet
+from verl_server.integrations.verl.trainer_engine import TrainerEngine, find_fleet
 from verl_server.rollout.fleet import ReplicaState
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStatus
@@ -485,10 +485,10 @@ def test_an_actor_that_does_not_answer_any_more_is_lost(monkeypatch: pytest.Monk
 
 WATCH = """
 import ray, sys, time
-from verl_server.integrations.verl import watch
+from verl_server.integrations.verl import ray_fleet
 ray.init(address=sys.argv[1], namespace=sys.argv[2], log_to_driver=False)
-watch.WAIT_S, watch.GRACE_S = 1.0, 0.1
-watch.watch(ray.get_actor(sys.argv[3]), sys.argv[3])
+ray_fleet.WAIT_S, ray_fleet.GRACE_S = 1.0, 0.1
+ray_fleet.watch(ray.get_actor(sys.argv[3]), sys.argv[3])
 print("watching", flush=True)
 time.sleep(300)
 """

@@ -30,7 +30,7 @@ from verl_server.server.forkserver.forkserver import forkserver_pid
 from verl_server.tiny import make_model
 from verl_server.vllm_server import start as start_checks
 from verl_server.vllm_server import start as start_method
-from verl_server.vllm_server.forked_worker import wanted_threads
+from verl_server.vllm_server.openmp_threads import wanted_threads
 
 TOLERANCE = 1e-5
 NOTICE_S = 2.0
@@ -173,7 +173,7 @@ def test_threads_are_those_of_the_variables(environment: dict[str, str], threads
 
 THREADS = """
 import os, torch
-from verl_server.vllm_server.forked_worker import start_threads
+from verl_server.vllm_server.openmp_threads import start_threads
 pid = os.fork()
 if pid == 0:
     cpus = sorted(os.sched_getaffinity(0))[:2]
