@@ -143,6 +143,7 @@ xgrammar.GrammarCompiler(tokens, max_threads=2).compile_json_schema(sys.stdin.re
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", EDGES)
 def test_the_largest_schemas_that_are_accepted_can_be_compiled(schema: Any) -> None:
     """In a process of its own: xgrammar cannot be interrupted. The grammars of refused schemas take minutes."""

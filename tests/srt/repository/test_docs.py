@@ -149,6 +149,7 @@ def as_module(block: Block) -> str:
     return "\n".join(["from __future__ import annotations", *imports, *declarations, body])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_python_example_has_correct_types(tmp_path: Path) -> None:
     modules = {block.name: as_module(block) for block in blocks("python")}
@@ -451,6 +452,7 @@ def test_the_performance_page_shows_every_target_as_it_was_measured() -> None:
         assert conditions in section, conditions
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_a_network(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     built = subprocess.run(

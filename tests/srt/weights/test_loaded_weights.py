@@ -13,7 +13,7 @@ import pytest
 from helpers import run_in_fork
 from model_families import FAMILIES, IGNORING_FAMILY
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
