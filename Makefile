@@ -23,7 +23,7 @@ NO_TORCH := $(VLLM_VENV)/.no-torch
 NO_TORCH_CURE := "vLLM is not set up, and its tests are skipped: pip finds no $(VLLM_TORCH), the build of torch for CPUs," \
 	"which is not on PyPI. Set PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL to a place that has it, then run make setup-vllm"
 
-.PHONY: setup setup-vllm setup-vllm-if-found setup-trainers clients rl-clients environments newest demo verl-demo test test-quick check format docs doctor \
+.PHONY: setup setup-vllm setup-vllm-if-found setup-trainers clients rl-clients environments newest demo verl-demo test test-all check format docs doctor \
 	bench gpu-proof clean
 
 setup: $(READY)
@@ -114,14 +114,17 @@ newest: setup
 	cd $(NEWEST) && env -u PYTHONPATH env/bin/python ../tests/newest/check_wheel.py
 	$(BIN)/python tests/newest/engine_sources.py vllm sglang
 
+# The fast tests, which need no environment but .venv: all in the folders of the rooms except those with the marker
+# `slow`, and those in folders `servers/` with the marker `smoke`.
+test: setup
+	$(BIN)/pytest -m "not slow and (smoke or not servers)"
+
 # All environments of the tests. They can be made at the same time: `make -j4 environments`.
 environments: setup clients rl-clients setup-trainers setup-vllm-if-found
 
-test: environments
+# All tests, those of `make test` included.
+test-all: environments
 	$(BIN)/pytest
-
-test-quick: environments
-	$(BIN)/pytest -m "not soak"
 
 check: setup
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 A client makes conversations over HTTP in three dialects, streaming and not. It sends each request twice, drops every
 third stream, and sends a request again after each failure. Afterwards, the records are compared with what the client
-got and with what the engine generated. `tests/srt/test_gateway_chaos.py` checks fewer turns. The program exits with 1
+got and with what the engine generated. `test_gateway_chaos.py` checks fewer turns. The program exits with 1
 on a violation.
 """
 

@@ -2,7 +2,7 @@
 
 No reply may have a status of 500 or more, except 503 and 529, and no body may have a stack trace or the path of a file.
 The requests are those of `schemathesis`, from the gateway's `/openapi.json`, and malformed bodies
-(`gateway_fuzz_bodies.py`). A short version is `tests/srt/test_gateway_fuzz.py`. Exits with 1 on a finding.
+(`gateway_fuzz_bodies.py`). A short version is `test_gateway_fuzz.py`. Exits with 1 on a finding.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks random sessions of agents on a real server: exact prompts, masks, log probabilities, records and resumptions.
 
-`tests/srt/test_random_sessions.py` checks 40 sessions. This program checks as many as asked for, with another seed each
+`test_random_sessions.py` checks 40 sessions. This program checks as many as asked for, with another seed each
 time, and prints what they contained. It exits with 1 on a violation, and prints the smallest plan that violates.
 """
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,16 @@ from verl_server.server.forkserver.forkserver import prepare_forkserver
 from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE
 from verl_server.tiny import make_model
 
+#: Seconds of a test without an engine above which it needs the marker `slow`.
+SLOW_S = 8.0
+#: A test fails when it uses more CPU time than this without the marker: a busy machine, and the imports of the first
+#: test of a process, stay below it.
+FAILS_AT_CPU_S = 5 * SLOW_S
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--random-order", type=int, metavar="SEED", help="files and their tests in random order")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let all processes of the suite share one forkserver. With workers, pytest's main process owns it.
@@ -50,9 +63,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Actors of Ray have the priority of the suite, so that the forkserver of the suite can fork their servers, too.
     os.environ.update(RAY_worker_niceness="0", RAY_worker_oom_score_adjustment="0")
-    here = str(Path(__file__).parent / "srt")
-    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, *(path for path in python_path if path != here)]))
+    # Test modules import one another, and helpers, by their bare names: here, in actors and in other subprocesses.
+    srt = Path(__file__).parent / "srt"
+    folders = [str(srt), *sorted({str(path.parent) for path in srt.rglob("test_*.py")})]
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
+    python_path = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *folders)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *python_path])
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
         del os.environ[name]
     if not hasattr(config, "workerinput"):
@@ -118,8 +134,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if without_gpu := [item for item in items if not _can_run(item)]:
         config.hook.pytest_deselected(items=without_gpu)
         items[:] = [item for item in items if _can_run(item)]
-    places = {name: place for place, name in enumerate(LONG_FILES)}
+    for item in items:
+        if item.path.parent.name == "servers":
+            item.add_marker("servers")
+    places = {name: float(place) for place, name in enumerate(LONG_FILES)}
+    if (seed := config.getoption("random_order")) is not None:
+        generator = random.Random(seed)
+        places = {name: generator.random() for name in sorted({item.path.name for item in items})}
+        generator.shuffle(items)
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def _cpu_s() -> float:
+    """CPU time of this process, and of those that it has waited for, in seconds."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    before = _cpu_s()
+    result = yield
+    if not {"slow", "servers"} & item.keywords.keys() and (used := _cpu_s() - before) > FAILS_AT_CPU_S:
+        pytest.fail(f"the test used {used:.0f} s of CPU time: make it faster, or mark it with pytest.mark.slow")
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the tests of the fast layer that are slow. The wall time depends on the machine: so they do not fail."""
+    reports = [report for report in terminalreporter.stats.get("passed", []) if report.duration > SLOW_S]
+    if slow := [report for report in reports if not {"slow", "servers"} & report.keywords.keys()]:
+        terminalreporter.section(f"tests above {SLOW_S:.0f} s without the marker slow")
+        for report in sorted(slow, key=lambda report: -report.duration):
+            terminalreporter.line(f"{report.duration:6.1f} s  {report.nodeid}")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,7 +1,7 @@
 """Public names that a package imports on their first use, so that importing the package itself is fast.
 
 A package lists its public names three times: in `__all__`, in imports under `TYPE_CHECKING` for type checkers and
-editors, and here with the modules that define them. `tests/srt/test_public_api.py` compares the lists. This module
+editors, and here with the modules that define them. `test_public_api.py` compares the lists. This module
 imports the standard library only.
 """
 

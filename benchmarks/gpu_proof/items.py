@@ -47,8 +47,8 @@ def _test(
     runs_on_cpu: bool = True,
     cpu_only: str = "",
 ) -> Item:
-    """An item that is one test of `tests/srt/test_gpu.py`, or all tests whose name begins with `test`."""
-    command = ("-m", "pytest", "-q", "-n", "0", "-m", "gpu", f"tests/srt/test_gpu.py::{test}")
+    """An item that is one test of `test_gpu.py`, or all tests whose name begins with `test`."""
+    command = ("-m", "pytest", "-q", "-n", "0", "-m", "gpu", f"tests/srt/repository/servers/test_gpu.py::{test}")
     return Item(name, shows, command, deadline_s, exclusive, runs_on_cpu, cpu_only=cpu_only)
 
 

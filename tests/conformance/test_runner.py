@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers import processes, wait_until
 
 from verl_server.conformance.case import Case, ModelKind, Outcome, Trial
@@ -68,6 +69,7 @@ def hanging_runner(model: Path, log: Path) -> None:
     list(run_cases(start, [case(hang)], models={ModelKind.DENSE: model}, updates=2, log=log))
 
 
+@pytest.mark.slow
 def test_a_killed_runner_leaves_no_process(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """As `verl-server conformance` that is killed while a case runs."""
     log = tmp_path / "log"
@@ -82,6 +84,7 @@ def test_a_killed_runner_leaves_no_process(tiny: Callable[..., Path], tmp_path: 
     wait_until(lambda: not any(map(is_running, pids)), 10.0, "a process is left")
 
 
+@pytest.mark.slow
 def test_every_case_has_a_result(tiny: Callable[..., Path], tmp_path: Path) -> None:
     cases = [
         case(report_pids),
