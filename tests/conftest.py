@@ -86,14 +86,15 @@ def pytest_configure(config: pytest.Config) -> None:
 #: Files that need much memory are not side by side.
 #: The tests of the documentation come first: most of them need no server while the forkserver imports SGLang.
 LONG_FILES = (
-    "test_docs.py", "test_examples.py", "test_verl.py", "test_sglang_router.py", "test_faults.py",
-    "test_gateway_fleet.py", "test_vllm_loading.py", "test_benchmarks.py", "test_trl.py", "test_rl_wire.py",
-    "test_gateway_work.py", "test_vllm_doctor.py", "test_both_engines_fleet.py", "test_rl_wire_admin.py",
-    "test_platform_server.py", "test_server_python.py", "test_verl_fleet.py", "test_gateway_chaos.py",
-    "test_vllm_server.py", "test_forkserver.py", "test_fleet.py", "test_weight_updates.py", "test_vllm_systems.py",
-    "test_every_case.py", "test_cli.py", "test_gateway_programs.py", "test_transports.py", "test_gpu_proof.py",
-    "test_lifecycle.py", "test_ray.py", "test_ranks.py", "test_in_process.py", "test_verl_engine_server.py",
-    "test_demo.py", "test_long_prefill.py", "test_fleet_engine.py", "test_random_sessions.py",
+    "test_docs_on_servers.py", "test_docs.py", "test_examples.py", "test_verl.py", "test_sglang_router_on_servers.py",
+    "test_faults.py", "test_gateway_fleet.py", "test_vllm_loading.py", "test_benchmarks.py", "test_trl.py",
+    "test_rl_wire.py", "test_gateway_work.py", "test_vllm_doctor.py", "test_both_engines_fleet.py",
+    "test_rl_wire_admin.py", "test_platform_server.py", "test_server_python.py", "test_verl_fleet.py",
+    "test_gateway_chaos.py", "test_vllm_server.py", "test_forkserver.py", "test_fleet.py", "test_weight_updates.py",
+    "test_vllm_systems.py", "test_every_case.py", "test_cli_on_servers.py", "test_gateway_programs.py",
+    "test_transports.py", "test_gpu_proof.py", "test_lifecycle.py", "test_ray.py", "test_ranks.py",
+    "test_in_process.py", "test_verl_engine_server.py", "test_demo_on_servers.py", "test_long_prefill.py",
+    "test_fleet_engine.py", "test_random_sessions.py",
 )  # fmt: skip
 
 
