@@ -147,7 +147,7 @@ LINES: list[tuple[str, dict[str, Any]]] = [
 REFUSED_LINES = [
     ("--enable-metrics no", "enable_metrics must be one of True, False, got 'no'"),
     ("--context-length 4K", "argument --context-length: Invalid integer value: '4K'"),
-    ("--dp-size two", "argument --data-parallel-size: invalid int value: 'two'"),
+    ("--dp-size two", "--data-parallel-size: invalid int value: 'two'"),
     ("--mem-fraction-static half", "argument --mem-fraction-static: invalid float value: 'half'"),
     ("--preferred-sampling-params {", "argument --preferred-sampling-params: invalid loads value: '{'"),
     ("--dtype", "argument --dtype: expected one argument"),
