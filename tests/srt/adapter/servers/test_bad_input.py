@@ -212,7 +212,7 @@ def test_constructors_refuse(one_rank: DeviceMesh, tiny: Callable[..., Any]) -> 
         ({"model_path": folder, "router_ip": "127.0.0.1"}, "router_port"),
         ({"model_path": folder, "attention_backend": {1, 2}}, "attention_backend"),
         ({"model_path": "/no/such/folder"}, "/no/such/folder"),
-        ({"model_path": folder, "api_key": "x"}, "api_key must be a string of at least 8 characters"),
+        ({"model_path": folder, "api_key": "x"}, "api_key must be a string of at least 8 printable ASCII"),
         ({"model_path": folder, "admin_api_key": 12345678}, "admin_api_key must be a string"),
         ({}, "model_path"),
     ]
