@@ -418,7 +418,7 @@ def test_a_key_that_no_header_can_carry_is_refused_by_name(key: str) -> None:
         lambda: HttpServerEngineAdapter.attach("http://127.0.0.1:1", api_key=key),
         lambda: complete_server_args({"model_path": "Qwen/Qwen3-0.6B", "api_key": key}),
     ):
-        with pytest.raises(BadInputError, match="api_key must be a string of printable ASCII") as raised:
+        with pytest.raises(BadInputError, match=r"api_key must be a string of .*printable ASCII") as raised:
             make()
         assert key.strip() not in str(raised.value)
 

@@ -141,10 +141,12 @@ def break_connections(name: str, stop: threading.Event, broken: list[int]) -> No
         except ValueError:  # the actor does not exist yet
             continue
         ports = {each.laddr.port for each in process.net_connections("tcp") if each.status == "LISTEN"}
-        while not stop.wait(2.0):
+        is_stopped = False
+        while not is_stopped:
             for port in ports:
                 command = ["ss", "-KHt", "state", "established", "dport", "=", f":{port}"]
                 broken.append(len(subprocess.run(command, capture_output=True, check=True).stdout.splitlines()))
+            is_stopped = stop.wait(2.0)
 
 
 def test_an_actor_that_cannot_be_reached_for_a_moment_is_not_dead(launcher: Any, tiny: Callable[..., Path]) -> None:

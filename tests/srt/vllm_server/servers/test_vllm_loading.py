@@ -32,11 +32,12 @@ LAYERWISE = "weight updates use vLLM's layerwise reload, because the fast load d
 NO_FAST_LOAD = """
 import sys, types
 module = types.ModuleType("verl_server.vllm_server.cpu_reload")
+class UnknownModuleError(Exception):
+    pass
 class FastLoad:
     def __init__(self, model):
-        from verl_server.vllm_server.cpu_reload import UnknownModuleError
         raise UnknownModuleError("this model")
-module.FastLoad = FastLoad
+module.FastLoad, module.UnknownModuleError = FastLoad, UnknownModuleError
 sys.modules[module.__name__] = module
 """
 
