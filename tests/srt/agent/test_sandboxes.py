@@ -224,7 +224,7 @@ def test_processes_that_fork_all_the_time_are_killed_in_one_step() -> None:
 
     async def body(box: LocalSandbox) -> None:
         assert box.folder is not None
-        await box.run([sys.executable, "-c", COMETS], timeout_s=30.0)  # its first process ends at once, without a limit
+        await box.run(["python3", "-c", COMETS], timeout_s=30.0)  # its first process ends at once, without a limit
         trail = box.folder / "trail"
         await asyncio.to_thread(wait_until, trail.exists, 10.0, "no process has started")
         size = -1
@@ -270,7 +270,7 @@ def test_a_fork_bomb_is_bounded_while_the_command_server_waits_for_the_processor
     async def body(box: LocalSandbox) -> None:
         assert box.folder is not None
         machine_maximum = Path("/proc/sys/kernel/pid_max").read_text()
-        bomb = asyncio.create_task(box.run([sys.executable, "-c", BOMB], timeout_s=30.0))
+        bomb = asyncio.create_task(box.run(["python3", "-c", BOMB], timeout_s=30.0))
         await asyncio.to_thread(wait_until, (box.folder / "ready").exists, 10.0, "the bomb has not started")
         server = command_server_of(box)
         server.suspend()
@@ -346,7 +346,7 @@ def test_a_command_cannot_end_its_sandbox(attack: str) -> None:
             "for n in $(seq 60); do (sleep 0.01 &); done; seq 100000 | tail -1"  # work for all that the attack reaches
         )
         for _ in range(2):
-            await box.run([sys.executable, "-c", ATTACK, ATTACKS[attack]], timeout_s=10.0)
+            await box.run(["python3", "-c", ATTACK, ATTACKS[attack]], timeout_s=10.0)
             results = [await box.run(many, stdin="x" * 1_000_000) for _ in range(3)]
             # The first process of the namespace may end at its work, and the command with it.
             assert {result.exit_code for result in results} <= {0, 128 + signal.SIGKILL}, results
