@@ -11,7 +11,7 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import ParamSpec, TypeVar
 
 from verl_server.errors import InfrastructureError
@@ -20,13 +20,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_ENDS_THE_CALLER = (
+    StopIteration, GeneratorExit, KeyboardInterrupt, SystemExit, asyncio.CancelledError, CancelledError,
+)  # fmt: skip
+"""Exceptions that would end, or seem to cancel, the task that waits for a call."""
+
+
 def start_call(function: Callable[[], T], name: str = "verl-server-call") -> Future[T]:
     """Call a function in a daemon thread of its own, which has a copy of the caller's context variables.
 
     Wait for the future with a deadline: `wait([future], timeout_s)`, or `call_in_thread` in an event loop. The call
-    cannot be cancelled. A KeyboardInterrupt, SystemExit or StopIteration of the function becomes a RuntimeError: the
-    call has failed, and nothing else ends. `name`: name of the thread. Raises InfrastructureError if no thread can be
-    started.
+    cannot be cancelled. A KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit or CancelledError of the function
+    becomes a RuntimeError: the call has failed, and nothing else ends. `name`: name of the thread. Raises
+    InfrastructureError if no thread can be started.
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # a caller that leaves cannot cancel it
@@ -52,7 +58,7 @@ async def call_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kw
 def _run(future: Future[T], function: Callable[[], T]) -> None:
     try:
         future.set_result(function())
-    except (StopIteration, KeyboardInterrupt, SystemExit) as error:  # in asyncio, they end more than the call
+    except _ENDS_THE_CALLER as error:
         failure = RuntimeError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
         future.set_exception(failure)

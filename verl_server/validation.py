@@ -232,10 +232,26 @@ def check_arguments(*, skip: Collection[str] = ()) -> Callable[[Callable[P, R]],
 
 
 def check_fields(*, skip: Collection[str] = ()) -> Callable[[Class], Class]:
-    """Class decorator of a dataclass: `check_arguments` for its constructor. Errors name `Class.field`."""
+    """Class decorator of a dataclass: `check_arguments` for its constructor. Errors name `Class.field`.
+
+    A subclass that is a dataclass has a constructor of its own: these fields are checked after it.
+    """
 
     def decorate(cls: Class) -> Class:
-        cls.__init__ = _checked(cls.__init__, f"{cls.__name__}.", skip)  # type: ignore[misc]
+        constructor, post_init = cls.__init__, getattr(cls, "__post_init__", lambda _: None)  # type: ignore[misc]
+
+        def check_inherited(self: Any) -> None:
+            if type(self).__init__ is not cls.__init__:  # type: ignore[misc]
+                hints = _argument_types(constructor)
+                for name in hints.keys() - {*skip, "return"}:
+                    value = getattr(self, name)
+                    checked = checked_value(prefix + name, value, hints[name], is_secret=name.endswith("key"))
+                    object.__setattr__(self, name, checked)  # a frozen dataclass is not frozen yet
+            post_init(self)
+
+        prefix = f"{cls.__name__}."
+        cls.__post_init__ = check_inherited  # type: ignore[attr-defined]
+        cls.__init__ = _checked(constructor, prefix, skip)  # type: ignore[misc]
         return cls
 
     return decorate

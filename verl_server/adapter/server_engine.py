@@ -5,13 +5,16 @@ A running server needs no such knowledge: the servers of both kinds answer the s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError
@@ -19,7 +22,7 @@ from verl_server.server.launch import LaunchedServer
 from verl_server.server.process import AbortCheck
 from verl_server.server.warden.warden import MIN_SECRET_CHARACTERS
 from verl_server.types import Json
-from verl_server.validation import require_key, require_model_path
+from verl_server.validation import checked_value, require_key, require_model_path
 
 ServerArgs = Mapping[str, Any]
 #: Server arguments that hold keys.
@@ -53,6 +56,26 @@ class ServerEngine:
 
 # -- Server arguments -------------------------------------------------------------------------------
 # What holds for the server arguments of both engines. All other values are checked by the engine's own parser.
+
+
+_COUNT, _INDEX = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
+#: Server arguments with which this library computes, so that the engine's parser does not see them as they were given.
+COMPUTED: Mapping[str, Any] = {
+    "tp_size": _COUNT, "pp_size": _COUNT, "dp_size": _COUNT, "nnodes": _COUNT, "max_lora_rank": _COUNT,
+    "node_rank": _INDEX, "port": Annotated[int, Field(ge=0, le=65535)], "enable_memory_saver": bool,
+}  # fmt: skip
+
+
+def with_checked_numbers(args: ServerArgs) -> Json:
+    """A copy with whole numbers for `COMPUTED`, also where they are texts. Raises BadInputError for other values."""
+    checked = dict(args)
+    for name in COMPUTED.keys() & args.keys():
+        if isinstance(value := args[name], str):
+            with contextlib.suppress(ValueError):
+                value = int(value)  # as on the engine's command line
+        if value is not None:
+            checked[name] = checked_value(name, value, COMPUTED[name])
+    return checked
 
 
 def require_common_args(args: ServerArgs) -> None:

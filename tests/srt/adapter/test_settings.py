@@ -238,6 +238,10 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         {"dtype": float},
         "'dtype' must be a plain JSON value to travel to the server process, got type",
     ),
+    (ADAPTER, ("/tmp",), {"tp_size": 0}, "tp_size must be greater than or equal to 1, got 0"),
+    (ADAPTER, ("/tmp",), {"dp_size": "two"}, "dp_size must be a valid integer, got 'two'"),
+    (ADAPTER, ("/tmp",), {"port": True}, "port must be a valid integer, got True"),
+    (ADAPTER, ("/tmp",), {"enable_memory_saver": "no"}, "enable_memory_saver must be a valid boolean, got 'no'"),
 ]
 
 
@@ -292,6 +296,12 @@ def test_local_paths_are_absolute_because_the_server_has_another_folder(
         ([{"lora_name": "a", "lora_path": "adapter"}], [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
     ):
         assert validate_server_args({"model_path": "Org/Model", "lora_paths": given_loras})["lora_paths"] == expected
+
+
+def test_numbers_that_this_library_computes_with_may_be_texts() -> None:
+    """As on SGLang's command line."""
+    args = validate_server_args({"model_path": "Org/Model", "tp_size": "+2", "port": "030000", "context_length": "1k"})
+    assert args == {"model_path": "Org/Model", "tp_size": 2, "port": 30000, "context_length": "1k"}
 
 
 def test_numbers_paths_and_types_of_other_libraries_are_accepted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import copy
 import graphlib
@@ -17,6 +18,8 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import verl_server
-from verl_server import HttpServerEngineAdapter, errors
+from verl_server import HttpServerEngineAdapter, Timeouts, errors
 from verl_server.adapter.sglang.server_arguments import complete_server_args
+from verl_server.agent import RolloutLimits, Task
 from verl_server.errors import BadInputError
 from verl_server.ranks import placement as machine
 from verl_server.ranks.channel import connect_ranks
@@ -40,6 +44,7 @@ from verl_server.server.environment import inherited_environment
 from verl_server.server.launch import PortReservation, join_host_port
 from verl_server.server.process import WARDEN_SCRIPT
 from verl_server.server.warden.warden import BoundedLog
+from verl_server.threads import call_in_thread
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.validation import require_whole_number
 from verl_server.weights.arena import (
@@ -705,3 +710,52 @@ def test_whole_numbers() -> None:
     for value in (0, -1, True, 1.0, "1", None):
         with pytest.raises(errors.BadInputError, match=f"replicas must be a whole number of at least 1, got {value!r}"):
             require_whole_number("replicas", value)
+
+
+@dataclass(frozen=True)
+class OwnTask(Task):
+    difficulty: int = 0
+
+
+@dataclass(frozen=True)
+class OwnLimits(RolloutLimits):
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class OwnTimeouts(Timeouts):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: OwnTask(5, []), "Task.id must be a valid string, got 5"),  # type: ignore[arg-type]
+        (lambda: OwnLimits(max_response_tokens=-5), "RolloutLimits.max_response_tokens must be greater"),
+        (lambda: OwnTimeouts(start_s=-1), "Timeouts.start_s must be greater than 0, got -1"),
+    ],
+)
+def test_the_fields_of_a_subclass_are_checked(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(BadInputError, match=message):
+        make()
+
+
+def test_a_subclass_has_its_own_fields() -> None:
+    task = OwnTask("a", [{"role": "user", "content": "1 + 1"}], difficulty=2)
+    assert (task.id, task.difficulty) == ("a", 2)
+    steps: Any = np.int64(5)
+    assert type(OwnLimits(max_response_tokens=steps, name="short").max_response_tokens) is int
+
+
+@pytest.mark.parametrize(
+    "error", [CancelledError, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, StopIteration, SystemExit]
+)
+def test_a_call_in_a_thread_does_not_end_its_caller(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error("stop")
+
+    async def call() -> None:
+        with pytest.raises(RuntimeError, match=f"{error.__name__}: stop"):
+            await call_in_thread(fail)
+
+    asyncio.run(call())

@@ -250,6 +250,10 @@ def test_server_arguments_have_plain_names(tmp_path: Path) -> None:
         ({"hf_overrides": object()}, "plain JSON"),
         ({"model_path": "./missing"}, "does not exist"),
         ({"model_path": None}, "must be a folder"),
+        ({"max_lora_rank": 0}, "max_lora_rank must be greater than or equal to 1, got 0"),
+        ({"max_lora_rank": 8.5}, "max_lora_rank must be a valid integer, got 8.5"),
+        ({"tensor_parallel_size": "x"}, "tp_size must be a valid integer, got 'x'"),
+        ({"enable_memory_saver": "no"}, "enable_memory_saver must be a valid boolean, got 'no'"),
     ],
 )
 def test_wrong_server_arguments_are_refused_before_the_start(arguments: Json, message: str, tmp_path: Path) -> None:

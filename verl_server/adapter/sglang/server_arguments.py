@@ -16,6 +16,7 @@ from verl_server.adapter.server_engine import (
     require_common_args,
     require_free_port,
     with_address_and_keys,
+    with_checked_numbers,
 )
 from verl_server.adapter.sglang.replies import HEALTH, MODEL_INFO, PING, READY
 from verl_server.config import AdapterConfig, MemoryTag
@@ -186,7 +187,7 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     SGLang would serve wrongly. Raises UnsupportedError for a server that cannot generate by itself
     (`require_generating_server`). SGLang's own parser checks the rest when the server starts.
     """
-    args = with_absolute_paths(to_plain(server_args))
+    args = with_checked_numbers(with_absolute_paths(to_plain(server_args)))
     require_generating_server(args)
     require_common_args(args)
     check_lora_paths(args.get("lora_paths"))

@@ -15,6 +15,7 @@ from verl_server.adapter.server_engine import (
     require_common_args,
     require_free_port,
     with_address_and_keys,
+    with_checked_numbers,
 )
 from verl_server.adapter.sglang.replies import MODEL_INFO, READY
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
@@ -77,7 +78,8 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     refused, for an argument that is given twice, and for what no server can have (`require_common_args`). vLLM's own
     parser refuses wrong values when the server starts.
     """
-    args = _rename(to_plain(server_args), {theirs: ours for ours, theirs in PLAIN_NAMES.items()})
+    names = {theirs: ours for ours, theirs in PLAIN_NAMES.items()}
+    args = with_checked_numbers(_rename(to_plain(server_args), names))
     require_common_args(args)
     if os.path.exists(path := os.path.expanduser(args["model_path"])):  # else its name on a hub
         args["model_path"] = str(Path(path).absolute())
