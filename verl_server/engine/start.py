@@ -8,7 +8,11 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server.adapter.engine import get_engine
 from verl_server.adapter.server_engine import ServerEngine
@@ -34,9 +38,6 @@ from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, Strea
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 from verl_server.weights.verification import choose_algorithm
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 logger = logging.getLogger(__name__)
 
 
@@ -54,8 +55,6 @@ class RolloutFleet(Protocol):
 
 def require_mesh(mesh: object) -> None:
     """Raise BadInputError unless `mesh` is a DeviceMesh with one dimension."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise BadInputError(
             "device_mesh_cpu must be a DeviceMesh with one dimension, the trainer ranks of the engine, for example "
@@ -65,7 +64,6 @@ def require_mesh(mesh: object) -> None:
 
 def broadcast_function(mesh: DeviceMesh) -> Callable[[Any], Any]:
     """A function that returns rank 0's value on all ranks of `mesh`. It is the only use of the trainer's own group."""
-    import torch.distributed as dist
 
     def broadcast(value: Any) -> Any:
         values = [value]
@@ -216,7 +214,6 @@ def _agree_on_devices(
     All ranks raise BadInputError if a server would see too few GPUs, or if an engine in the process of the first rank
     would: it sees the GPUs of that rank only.
     """
-    import torch
 
     def choose(contributions: list[Json]) -> list[Json]:
         ranks = len(contributions) // placement.nnodes

@@ -12,9 +12,11 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import orjson
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.engine import with_common_names
@@ -38,10 +40,6 @@ from verl_server.validation import check_arguments, is_list, is_whole_number, to
 from verl_server.weights.manifest import fused_with
 from verl_server.weights.update.options import Servers, UpdateOptions
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 

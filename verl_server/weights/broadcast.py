@@ -14,7 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
 
 from verl_server.errors import DeadlineError, ServerError, VerlServerError
 from verl_server.platforms.limits import available_memory
@@ -24,11 +28,6 @@ from verl_server.threads import start_call
 from verl_server.types import Json
 from verl_server.weights.arena import PAGE_BYTES, Report, SharedMemoryFile, SharedWords, memory_contains
 from verl_server.weights.device import accelerator, as_current
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroupGloo
-
 
 # -- Byte ranges ------------------------------------------------------------------------------------
 # Division of the arena's tensors into the byte ranges that one broadcast sends. Pure functions.
@@ -146,8 +145,6 @@ FORMING_TIMEOUT_S = 60.0
 
 def open_store(host: str, timeout_s: float) -> Any:
     """Open the store on the trainer. It listens on `host` only."""
-    import torch.distributed as dist
-
     numeric_host = socket.getaddrinfo(host, None)[0][4][0]
     family = socket.AF_INET6 if ipaddress.ip_address(numeric_host).version == 6 else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -170,7 +167,6 @@ def connect_to_store(host: str, port: int) -> BoundedStore:
 
     Raises within `ANSWER_TIMEOUT_S` if the trainer is gone: the server's scheduler serves nothing in the meantime.
     """
-    import torch.distributed as dist
 
     def connect() -> Any:
         timeout = datetime.timedelta(seconds=ANSWER_TIMEOUT_S)
@@ -372,8 +368,6 @@ class Membership(ABC):
 
 def form_gloo_group(store: Any, name: str, rank: int, size: int, address: str) -> ProcessGroupGloo:
     """Form a gloo group. It is not registered with torch, so it does not affect any other group of the process."""
-    import torch.distributed as dist
-
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = datetime.timedelta(seconds=FORMING_TIMEOUT_S)
@@ -384,8 +378,6 @@ def form_group(device_type: str, store: Any, name: str, rank: int, size: int, ad
     """Form a group for tensors on `device_type`: NCCL for "cuda", gloo for "cpu"."""
     if device_type == "cpu":
         return form_gloo_group(store, name, rank, size, address)
-    import torch.distributed as dist
-
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(days=1)  # this library has its own deadlines: NCCL's would end the process
     with _without_nccl_error_handling():
@@ -396,8 +388,6 @@ def form_group(device_type: str, store: Any, name: str, rank: int, size: int, ad
 
 def _connect_nccl(group: Any) -> None:
     """Connect the members of an NCCL group now. By default they connect at the first broadcast, without a deadline."""
-    import torch
-
     device = torch.device("cuda", torch.cuda.current_device())
 
     def connect() -> None:
@@ -437,15 +427,11 @@ def broadcast_memory(group: ProcessGroupGloo, memory: memoryview, timeout_s: flo
 
     Raises RuntimeError when a member dies or the time is over.
     """
-    import torch
-
     start_broadcast(group, torch.frombuffer(memory, dtype=torch.uint8), timeout_s).wait()
 
 
 def start_broadcast(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
     """Start a broadcast of rank 0's tensor. Returns torch's work handle."""
-    import torch.distributed as dist
-
     options = dist.BroadcastOptions()
     options.timeout = datetime.timedelta(seconds=timeout_s)
     return group.broadcast([tensor], options)
@@ -457,8 +443,6 @@ def wait_for_work(work: Any, deadline: float, timeout_s: float, is_wanted: Calla
     `deadline` is a time of `time.monotonic`, `timeout_s` the number of seconds from the start of the update to it.
     Raises the error of the operation, DeadlineError, or ServerError when `is_wanted()` becomes false.
     """
-    import torch
-
     while not work.is_completed():
         if not is_wanted():
             raise ServerError("the other end of the broadcast has abandoned the update")

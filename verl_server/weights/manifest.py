@@ -16,7 +16,6 @@ from verl_server.errors import BadInputError, UnsupportedError, WeightManifestEr
 from verl_server.platforms.server_report import FLOAT_DTYPES, served_dtypes, widest_dtype
 from verl_server.types import Json, TensorSpec
 from verl_server.validation import did_you_mean
-from verl_server.weights.arena import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -485,6 +484,11 @@ MTP_PREFIX = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 """How the names of layers for multi-token prediction (MTP) begin, where they are not numbered as decoder layers."""
 INDEX_FILE = "model.safetensors.index.json"
 CONSOLIDATED_FILE = "consolidated.safetensors"
+SAFETENSORS_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
 
 
 def read_manifest(server_args: Mapping[str, Any], reported_dtypes: Sequence[Json | None] = ()) -> Manifest:

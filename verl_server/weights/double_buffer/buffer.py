@@ -14,7 +14,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from verl_server.errors import BadInputError, DeadlineError, VerlServerError
 from verl_server.types import TensorSpec
@@ -35,10 +37,6 @@ from verl_server.weights.arena import (
     tensor_view,
 )
 from verl_server.weights.device import PinnedMemory
-
-if TYPE_CHECKING:
-    import torch
-
 
 # -- Layout -----------------------------------------------------------------------------------------
 # Layout of the memory of a double buffer. Pure: equal arguments give equal layouts in all processes.
@@ -143,8 +141,6 @@ class HostBucketMemory:
         return memoryview(self._memory)[start : start + self._bucket_bytes]
 
     def as_tensor(self, view: memoryview) -> torch.Tensor:
-        import torch
-
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def synchronize(self) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.weights.arena import round_up
 from verl_server.weights.double_buffer.buffer import NUM_BUCKETS
-
-if TYPE_CHECKING:
-    import torch
 
 HANDLE_BYTES = 64
 """CUDA_IPC_HANDLE_SIZE."""
@@ -52,8 +51,6 @@ class DeviceBucketMemory:
 
         Raises UnsupportedError without a usable GPU, VerlServerError if its memory is full.
         """
-        import torch
-
         require_cuda()
         index = torch.cuda.current_device()
         with _runtime_on(index) as runtime:
@@ -89,8 +86,6 @@ class DeviceBucketMemory:
         return _MemoryRange(self._pointer + bucket * self._bucket_bytes, self._bucket_bytes)
 
     def as_tensor(self, view: _MemoryRange) -> torch.Tensor:
-        import torch
-
         flat = torch.as_tensor(view, device=torch.device("cuda", self._device_index))
         if flat.data_ptr() != view.pointer:
             raise VerlServerError("torch copied the staging memory instead of mapping it")
@@ -98,8 +93,6 @@ class DeviceBucketMemory:
 
     def synchronize(self) -> None:
         """Wait for this GPU and for the current GPU: models load on streams of their own, also across GPUs."""
-        import torch
-
         for index in {self._device_index, torch.cuda.current_device()}:
             torch.cuda.synchronize(index)
 
@@ -132,15 +125,11 @@ def find_device(uuid: str, visible: Sequence[str]) -> int:
 
 def visible_uuids() -> list[str]:
     """UUIDs of the GPUs that this process sees, by number."""
-    import torch
-
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def require_cuda() -> None:
     """Raise UnsupportedError without an NVIDIA GPU or without NVIDIA's Python bindings of the CUDA runtime."""
-    import torch
-
     if not torch.cuda.is_available():
         raise UnsupportedError("the weight transport 'cuda_ipc' needs an NVIDIA GPU on the trainer and on the server")
     try:
@@ -152,7 +141,6 @@ def require_cuda() -> None:
 @contextlib.contextmanager
 def _runtime_on(device_index: int) -> Iterator[Any]:
     """NVIDIA's bindings of the CUDA runtime, with a GPU as the current device of this thread in the body."""
-    import torch
     from cuda.bindings import runtime
 
     with torch.cuda.device(device_index):

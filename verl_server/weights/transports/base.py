@@ -21,15 +21,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from verl_server.errors import UnsupportedError
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.arena import MAX_TP_RANKS, Arena, Layout, ReceivedReport, Report
 from verl_server.weights.verification import XXH3
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -214,8 +213,6 @@ def require_few_receivers(members: Sequence[ServerInfo]) -> None:
 
 def message_as_named_tensors(message: Json) -> list[tuple[str, torch.Tensor]]:
     """The loader's message in the form in which SGLang passes tensors: an empty tensor whose name is the JSON."""
-    import torch
-
     return [(json.dumps(message), torch.empty(0, dtype=torch.uint8))]
 
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from verl_server.types import Json
 from verl_server.weights.arena import Report
 from verl_server.weights.double_buffer.buffer import BucketReader, DoubleBuffer, DoubleBufferLayout
 from verl_server.weights.transports import base
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Stream:

@@ -13,16 +13,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.types import Json
-from verl_server.weights.arena import ELEMENT_BYTES, SAFETENSORS_DTYPES, ReceivedReport, Report, tensor_bytes
+from verl_server.weights.arena import ELEMENT_BYTES, ReceivedReport, Report, tensor_bytes
+from verl_server.weights.manifest import SAFETENSORS_DTYPES
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
-
-if TYPE_CHECKING:
-    import torch
 
 HEADER_ALIGNMENT = 64
 FILE_NAME = re.compile(r"update-[0-9a-f]{32}\.safetensors")

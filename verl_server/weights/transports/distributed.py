@@ -17,7 +17,9 @@ import traceback
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from verl_server.errors import VerlServerError
 from verl_server.ranks.placement import own_address
@@ -42,9 +44,6 @@ from verl_server.weights.broadcast import (
 )
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Sender(base.Sender):

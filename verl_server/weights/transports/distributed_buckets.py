@@ -11,7 +11,9 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from verl_server.ranks.placement import own_address
 from verl_server.types import Json
@@ -36,21 +38,14 @@ from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
 from verl_server.weights.transports import base, distributed
 from verl_server.weights.transports.base import UpdateAttempt
 
-if TYPE_CHECKING:
-    import torch
-
 
 def local_device_type() -> str:
     """The type of device that this process uses: "cuda" or "cpu"."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def nccl_version() -> str | None:
     """The version of NCCL, or None on a machine without an NVIDIA GPU. NCCL connects equal versions only."""
-    import torch
-
     if not torch.cuda.is_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -89,8 +84,6 @@ class Sender(distributed.Sender):
             self.num_sent_bytes += stop - start
 
     def _copy_to_device(self, start: int, stop: int) -> torch.Tensor:
-        import torch
-
         if start == stop:  # empty tensors alone: `frombuffer` refuses empty memory
             return torch.empty(0, dtype=torch.uint8, device=local_device_type())
         self.arena.pin()

@@ -7,7 +7,8 @@ import json
 import mmap
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import torch
 
 from verl_server.types import Json
 from verl_server.weights.arena import (
@@ -23,9 +24,6 @@ from verl_server.weights.arena import (
 from verl_server.weights.device import PinnedMemory
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, require_few_receivers
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Sender(base.Sender):

@@ -13,6 +13,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
 from verl_server.errors import BadInputError, DeadlineError, PeerError, WeightManifestError
 from verl_server.ranks.shared_meshes import SharedMeshes
 from verl_server.threads import start_call
@@ -23,10 +29,6 @@ from verl_server.weights.manifest import Manifest
 from verl_server.weights.verification import XXH3, Checksums, choose_algorithm
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-
     from verl_server.ranks.coordinator import RankCoordinator
 
 
@@ -212,9 +214,6 @@ def _split_of(tensor: DTensor) -> tuple[list[int | None], list[int]] | None:
 
     Returns None for placements that `local_slices` does not know. For the order see `split_order`.
     """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     shard_dims: list[int | None] = []
     split_factors: list[int] = []
     for placement in tensor.placements:
@@ -253,8 +252,6 @@ def split_order(
 
 def is_first_replica(tensor: DTensor) -> bool:
     """Whether this rank is the first along each replicated mesh dimension. Only the first replica writes."""
-    from torch.distributed.tensor import Replicate
-
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
     return all(
         index == 0
@@ -319,8 +316,6 @@ def _check_all(
     pairs: Sequence[tuple[str, torch.Tensor]], manifest: Manifest, check_finite: bool
 ) -> tuple[list[str], bool]:
     """Check all tensors. Returns their checkpoint names in order, and whether any tensor is a DTensor."""
-    from torch.distributed.tensor import DTensor
-
     names: list[str] = []
     seen: set[str] = set()
     tied = TiedTensors(manifest)
@@ -345,8 +340,6 @@ def check_tensor(
 
     `seen`: the checkpoint names of earlier tensors, to which the names are added. Raises BadInputError.
     """
-    from torch.distributed.tensor import DTensor
-
     names: list[str] = []
     smallest_dtype = ""
     for name, part in manifest.checkpoint_specs(given_name, TensorSpec.of(tensor)).items():
@@ -428,8 +421,6 @@ class TiedTensors:
 
     def add(self, given_name: str, tensor: torch.Tensor) -> None:
         """Take note of a tensor that `check_tensor` has accepted. Raises WeightManifestError if it has no values."""
-        from torch.distributed.tensor import DTensor
-
         names = () if self._manifest.tied is None else self._manifest.tied
         for name in self._manifest.checkpoint_specs(given_name, TensorSpec.of(tensor)) if names else ():
             if name in names:
@@ -462,8 +453,6 @@ class TiedTensors:
 
     def _checksums(self, part: torch.Tensor) -> list[int]:
         """Checksums of rows in the dtype in which they are pushed."""
-        import torch
-
         assert self._manifest.tied is not None
         dtype = getattr(torch, self._manifest.tensors[self._manifest.tied[1]].dtype)
         checksums = Checksums(choose_algorithm(), accelerator())
@@ -484,8 +473,6 @@ def items_of(named_tensors: Any) -> Iterator[Any]:
 
 def validated_pair(item: Any) -> tuple[str, torch.Tensor]:
     """The item as a pair of name and tensor. Raises BadInputError for anything else."""
-    import torch
-
     if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)):
         shown = type(item).__name__ if isinstance(item, torch.Tensor) else repr(item)[:100]
         raise BadInputError(f"{EXPECTED}; got the item {shown}")
@@ -516,8 +503,6 @@ def read_dense_tensors(named_tensors: NamedTensors) -> dict[str, torch.Tensor]:
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
     """Raise WeightManifestError for a tensor that has no memory of its elements: a meta tensor or a sparse tensor."""
-    import torch
-
     if tensor.is_meta:
         raise WeightManifestError(
             f"{name!r} is on the meta device and has no values, for example because the model is offloaded: load the "
@@ -541,8 +526,6 @@ def require_finite(name: str, tensor: torch.Tensor, smallest_dtype: str, check_f
     `smallest_dtype`: the dtype with the smallest range to which the tensor is cast. With `check_finite`, NaN and
     infinity are refused as well.
     """
-    import torch
-
     if not tensor.is_floating_point() or not tensor.numel():
         return
     cast_dtype = getattr(torch, smallest_dtype)
@@ -699,8 +682,6 @@ class ShardWriter:
         self.has_gathered_all = True
 
     def _gathers(self, waits_in: tuple[str, str] | None = None) -> Json:
-        import torch.distributed as dist
-
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return {"rank": rank, "counts": self._num_gathered, "waits_in": waits_in}
 
@@ -709,8 +690,6 @@ class ShardWriter:
 
         On a rank outside of the mesh, `full_tensor` is an empty tensor.
         """
-        from torch.distributed.tensor import DTensor
-
         if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None:
             return
         is_gathered = self._manifest.is_converted(name, TensorSpec.of(tensor)) or not writes_own_shards(
@@ -725,8 +704,6 @@ class ShardWriter:
 
     def _needs_gather(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the ranks gather the tensor."""
-        from torch.distributed.tensor import DTensor
-
         if not isinstance(tensor, DTensor):
             return False
         with contextlib.suppress(BadInputError):
@@ -739,8 +716,6 @@ class ShardWriter:
 
     def _write_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor that has been checked, as one or more tensors of the checkpoint."""
-        from torch.distributed.tensor import DTensor
-
         is_converted = self._manifest.is_converted(name, TensorSpec.of(tensor))
         if isinstance(tensor, DTensor):
             self.has_shards = True
@@ -758,8 +733,6 @@ class ShardWriter:
 
     def _write_checkpoint_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Write a whole tensor, or this rank's shard of a DTensor, by its checkpoint name."""
-        from torch.distributed.tensor import DTensor
-
         target = self._staging_tensor(name)
         if target is None:
             return
@@ -778,8 +751,6 @@ class ShardWriter:
 
         All ranks must have DTensors of the same names in the same order, see `require_same_shards`.
         """
-        from torch.distributed.tensor import DTensor
-
         self._enter_all(named_tensors)
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in named_tensors.items():
@@ -837,8 +808,6 @@ class ShardWriter:
 
 def meshes_of(named_tensors: NamedTensors) -> dict[frozenset[int], list[str]]:
     """The names of the DTensors of a collection by the ranks of their device meshes. Leaves bad items out."""
-    from torch.distributed.tensor import DTensor
-
     names: dict[frozenset[int], list[str]] = {}
     for item in items_of(named_tensors):
         with contextlib.suppress(BadInputError):

@@ -21,7 +21,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from verl_server.errors import (
     BadInputError,
@@ -60,9 +61,6 @@ from verl_server.weights.update.updater import (
     resume_unchanged,
 )
 from verl_server.weights.verification import shares_are_complete
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from verl_server.config import PauseMode
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
@@ -60,10 +61,6 @@ from verl_server.weights.update.updater import (
     resume_unchanged,
 )
 from verl_server.weights.verification import Checksums, choose_algorithm
-
-if TYPE_CHECKING:
-    import torch
-
 
 # -- Server session ---------------------------------------------------------------------------------
 # The servers' side of a streamed update on trainer rank 0: pause, begin, load in the background, end, resume.

@@ -12,6 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from verl_server.errors import (
     BadInputError,
     PeerError,
@@ -46,8 +49,6 @@ from verl_server.weights.update.source import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from verl_server.ranks.coordinator import RankCoordinator
 
 R = TypeVar("R")
@@ -237,8 +238,6 @@ class WeightUpdater(ABC):
         `call_id`: the call at which the ranks arrive afterwards. Raises on all ranks, before anything is gathered, the
         error of a rank that cannot read its tensors, and BadInputError if the ranks have different DTensors.
         """
-        from torch.distributed.tensor import DTensor
-
         read, error = self.run_reading(lambda: read_dense_tensors(named_tensors))
         tensors = read or {}
         names = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
@@ -270,8 +269,6 @@ class WeightUpdater(ABC):
 
         Raises BadInputError or WeightManifestError for a LoRA adapter that SGLang or the model does not support.
         """
-        import torch
-
         specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
         plain_config = check_lora_adapter(specs, config, self.manifest)
         dtype = next(iter(tensors.values())).dtype
