@@ -25,8 +25,7 @@ from verl_server.engine.verl_engine import LoraAdapters
 from verl_server.errors import BadInputError, ServerError, WeightManifestError
 from verl_server.rollout.updates import FleetLoras
 from verl_server.types import ServerInfo, TensorSpec
-from verl_server.weights.lora import check_lora_adapter
-from verl_server.weights.manifest import Manifest
+from verl_server.weights.manifest import Manifest, check_lora_adapter
 
 LAYER = "model.layers.0."
 MANIFEST = Manifest(

@@ -30,8 +30,7 @@ from verl_server.ranks.channel import (
     send_frame,
     wait_until_all_sent,
 )
-from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.ranks.pending_calls import PendingCalls, to_peer_wire
+from verl_server.ranks.coordinator import PendingCalls, RankCoordinator, to_peer_wire
 
 
 def connected_despite(strangers: Callable[[tuple[str, int], bytes], Any], timeout_s: float = 5.0) -> float:

@@ -33,7 +33,7 @@ from verl_server.adapter.sglang.server_arguments import complete_server_args
 from verl_server.errors import BadInputError
 from verl_server.ranks import placement as machine
 from verl_server.ranks.channel import connect_ranks
-from verl_server.ranks.pending_calls import to_peer_wire
+from verl_server.ranks.coordinator import to_peer_wire
 from verl_server.ranks.placement import compute_placement, is_loopback, reachable_address, spans_machines
 from verl_server.router.client import RouterClient
 from verl_server.server.environment import inherited_environment

@@ -20,8 +20,7 @@ from verl_server.errors import BadInputError, ServerError, VerlServerError
 from verl_server.ranks.placement import is_loopback, own_address
 from verl_server.server.process import AbortCheck
 from verl_server.types import Json, ServerInfo, parse_weight_version
-from verl_server.weights.owner import owner_fields
-from verl_server.weights.transports.base import serialize_message
+from verl_server.weights.transports.base import owner_fields, serialize_message
 from verl_server.weights.update.options import ReplayFn, Servers
 
 _updated_by: dict[str, int] = {}

@@ -31,8 +31,7 @@ from verl_server.engine.start import (
     start_weight_updater,
 )
 from verl_server.errors import BadInputError, ShutDownError, VerlServerError, from_wire, to_wire
-from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.ranks.pending_calls import to_peer_wire
+from verl_server.ranks.coordinator import RankCoordinator, to_peer_wire
 from verl_server.ranks.placement import compute_placement
 from verl_server.ranks.shared_meshes import engine_ended, engine_started
 from verl_server.types import Json, WeightUpdateResult

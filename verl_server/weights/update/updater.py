@@ -27,8 +27,7 @@ from verl_server.ranks.placement import Placement
 from verl_server.ranks.shared_meshes import SharedMeshes
 from verl_server.types import Json, TensorSpec, WeightUpdateResult
 from verl_server.weights.arena import tensor_bytes
-from verl_server.weights.lora import check_lora_adapter, missing_fused_parts
-from verl_server.weights.manifest import Manifest
+from verl_server.weights.manifest import Manifest, check_lora_adapter, missing_fused_parts
 from verl_server.weights.update.options import (
     ReplayFn,
     Servers,
