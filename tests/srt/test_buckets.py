@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,13 +47,13 @@ from verl_server.weights.double_buffer.buffer import (
     BucketWriter,
     DoubleBuffer,
     ProgressCounters,
+    find_device,
     plan_double_buffer,
+    require_own_gpus,
 )
-from verl_server.weights.double_buffer.device_memory import find_device
 from verl_server.weights.manifest import read_manifest
-from verl_server.weights.transports import stream_class
 from verl_server.weights.update.options import UpdateOptions, ValidatedUpdate
-from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, OpenedUpdate, StreamedUpdater
+from verl_server.weights.update.streamed import DoubleBuffers, OpenedUpdate, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks
 
 STAGING = 3 << 17
@@ -258,7 +259,7 @@ def test_rank_0_opens_the_staging_memory_of_all_trainer_ranks() -> None:
     buffers = DoubleBuffers("cuda_ipc", layout, [{"location": one.location} for one in (mine, gone)], 1, 20.0)
     gone.close()
     validated = ValidatedUpdate(1, verify=True, pause_mode=PauseMode.RETRACT, flush_cache=True)
-    opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 2)], opened_at=0.0)
+    opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 2)])
     before = open_files()
     message = "rank 0 cannot open the staging memory of trainer rank 1: .*'cuda_ipc' needs all trainer ranks on one"
     with pytest.raises(UnsupportedError, match=message):
@@ -293,10 +294,10 @@ def test_the_gpu_of_a_bucket_is_found_by_its_uuid() -> None:
 def test_two_ranks_with_one_current_gpu_are_refused() -> None:
     """Unless they see only this GPU."""
     seen = [{"device_uuid": "GPU-a", "num_visible": 2}, {"device_uuid": "GPU-b", "num_visible": 2}]
-    stream_class("cuda_ipc").require_usable(seen)
-    stream_class("cuda_ipc").require_usable([{"device_uuid": "GPU-a", "num_visible": 1}] * 2)
+    require_own_gpus(seen)
+    require_own_gpus([{"device_uuid": "GPU-a", "num_visible": 1}] * 2)
     with pytest.raises(BadInputError, match=r"ranks 0 and 2 have the same current GPU \(GPU-a\).*set_device"):
-        stream_class("cuda_ipc").require_usable([*seen, seen[0]])
+        require_own_gpus([*seen, seen[0]])
 
 
 def test_gpu_buckets_without_a_gpu_are_refused() -> None:
@@ -304,7 +305,7 @@ def test_gpu_buckets_without_a_gpu_are_refused() -> None:
         pytest.skip("this machine has a GPU")
     layout = plan_double_buffer({"t": TensorSpec((4,), "float32")}, None, in_host_memory=False)
     with pytest.raises(UnsupportedError, match="'cuda_ipc' needs an NVIDIA GPU"):
-        stream_class("cuda_ipc").create(layout)
+        DoubleBuffer.create(layout)
 
 
 # -- a real server -----------------------------------------------------------------------------------
@@ -379,13 +380,13 @@ def test_a_server_that_cannot_open_the_buckets_keeps_its_weights(
         manifest = read_manifest({"model_path": folder, "dtype": "float32"})
         double_buffer = DoubleBuffer.create(plan_double_buffer(manifest.tensors, None, in_host_memory=True))
         description = {"location": double_buffer.location, "ipc_handle": "", "device_uuid": "GPU-a"}
+        layout = replace(double_buffer.layout, in_host_memory=False)
         servers = connect_servers([remote_server_of(server)], AdapterConfig(), weight_version=1)
         ranks = EngineRanks(
             RankCoordinator(0, 1, {}, 20.0), compute_placement(0, 1, 1, {}), frozenset({0}), servers, 20.0
         )
-        buffers = DoubleBuffers("cuda_ipc", double_buffer.layout, [description], 1, 20.0)
-        role = BufferRole(double_buffer, 0, 1, True, buffer_index=0, num_buffers=1)
-        updater = StreamedUpdater(ranks, manifest, servers.weight_version, buffers, role, frozenset({0}))
+        buffers = DoubleBuffers("cuda_ipc", layout, [description], 1, 20.0, double_buffer, is_lead_writer=True)
+        updater = StreamedUpdater(ranks, manifest, servers.weight_version, buffers, frozenset({0}))
         change_weights(model, seed=9)
         options = UpdateOptions(None, True, False, PauseMode.RETRACT, True)
         with pytest.raises(UnsupportedError, match=r"cannot open the staging memory .* needs an NVIDIA GPU"):

@@ -27,7 +27,7 @@ from verl_server.weights.update import streamed
 from verl_server.weights.update.options import ValidatedUpdate
 from verl_server.weights.update.source import ShardWriter, StagedChecksums
 from verl_server.weights.update.staged import verify_reports
-from verl_server.weights.update.streamed import BufferFiller, BufferRole, OpenedUpdate
+from verl_server.weights.update.streamed import BufferFiller, DoubleBuffers, OpenedUpdate
 from verl_server.weights.verification import (
     POSITIONAL_SUM,
     XXH3,
@@ -274,10 +274,11 @@ def test_checksums_use_the_device_of_the_callers_thread(
     monkeypatch.setattr(streamed, "accelerator", lambda: torch.device("meta"))
     specs = {"t": TensorSpec((5,), "float32")}
     double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
-    role = BufferRole(double_buffer, 0, 1, True, buffer_index=0, num_buffers=1)
+    descriptions = [double_buffer.description()]
+    buffers = DoubleBuffers("buckets", double_buffer.layout, descriptions, 1, 20.0, double_buffer, is_lead_writer=True)
     validated = ValidatedUpdate(1, verify=True, pause_mode=PauseMode.RETRACT, flush_cache=True)
-    opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 1)], opened_at=0.0)
-    filler = BufferFiller(role, opened, lambda: None, lambda: None, time.monotonic() + 20.0)
+    opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 1)])
+    filler = BufferFiller(buffers, opened, lambda: None, lambda: None, time.monotonic() + 20.0)
     target = filler.reserve("t", specs["t"])
     assert target is not None
     target.fill_(3.0)

@@ -347,9 +347,9 @@ def test_a_norm_has_no_lora_adapter() -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["embed_tokens.lora_embedding_A", "embed_tokens.lora_embedding_B"], "adapter of an embedding.*merge"),
-        (["lm_head.base_layer.weight"], r"whole tensor of the model.*save_embedding_layers=False\) leaves it out"),
-        (["model.embed_tokens.weight"], r"whole tensor of the model.*If it was trained \(modules_to_save\), merge"),
+        (["embed_tokens.lora_embedding_A", "embed_tokens.lora_embedding_B"], "LoRA adapter of an embedding.*merge"),
+        (["lm_head.base_layer.weight"], "no tensor of a LoRA adapter.*save_embedding_layers"),
+        (["model.embed_tokens.weight"], "no tensor of a LoRA adapter.*modules_to_save.*: merge"),
         (["lm_head.lora_A.weight"], "one parameter with the embedding 'model.embed_tokens.weight'.*Leave it out"),
         (["lm_head.lora_A.default.weight"], "is no tensor of a LoRA adapter"),
     ],

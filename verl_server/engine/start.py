@@ -28,13 +28,13 @@ from verl_server.server.launch import PortReservation, join_host_port
 from verl_server.types import Json, TensorSpec, parse_weight_version
 from verl_server.validation import checked_value
 from verl_server.weights.arena import Arena, plan_arena
-from verl_server.weights.double_buffer.buffer import MAX_WRITERS, DoubleBuffer, plan_double_buffer
+from verl_server.weights.double_buffer.buffer import MAX_WRITERS, DoubleBuffer, plan_double_buffer, require_own_gpus
 from verl_server.weights.manifest import Manifest, checkpoint_names_of, read_manifest
-from verl_server.weights.transports import is_streamed, sender_class, stream_class
+from verl_server.weights.transports import is_streamed, sender_class
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.options import Servers
 from verl_server.weights.update.staged import StagedUpdater
-from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, StreamedUpdater
+from verl_server.weights.update.streamed import DoubleBuffers, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 from verl_server.weights.verification import choose_algorithm
 
@@ -420,52 +420,52 @@ def _start_streamed(
     config: WeightsConfig,
     transport: str,
 ) -> WeightUpdater:
-    """Create one double buffer that all ranks write, or, when the buffers lie on GPUs, one on each rank's GPU."""
-    stream, coordinator = stream_class(transport), ranks.coordinator
-    layout = plan_double_buffer(manifest.tensors, config.max_staging_bytes, stream.in_host_memory)
-    is_lead_writer = coordinator.rank == 0 or not stream.in_host_memory
+    """Create one double buffer that all ranks write, or, when the buckets lie on GPUs, one on each rank's GPU."""
+    coordinator, in_host_memory = ranks.coordinator, transport != "cuda_ipc"
+    layout = plan_double_buffer(manifest.tensors, config.max_staging_bytes, in_host_memory)
+    is_lead_writer = coordinator.rank == 0 or not in_host_memory
     if coordinator.size > MAX_WRITERS:
         raise UnsupportedError(
             f"{coordinator.size} trainer ranks are more than the {MAX_WRITERS} that can write one buffer"
         )
-    buffer: DoubleBuffer | None = None
-    description: Any = None
+    own: DoubleBuffer | None = None
+    description: Json | None = None
     failure: VerlServerError | None = None
     try:
         if is_lead_writer:
-            buffer = stream.create(layout)
-            description = stream.describe(buffer)
+            own = DoubleBuffer.create(layout)
+            description = own.description()
+    except VerlServerError as error:
+        failure = error
     except Exception as error:  # noqa: BLE001 - all ranks must raise it
-        failure = (
-            error
-            if isinstance(error, VerlServerError)
-            else VerlServerError(f"the staging memory cannot be created: {type(error).__name__}: {error}")
-        )
+        failure = VerlServerError(f"the staging memory cannot be created: {type(error).__name__}: {error}")
     try:
         descriptions = _gather_values(coordinator, "double_buffer", description, failure)
-        stream.require_usable(descriptions)
+        if not in_host_memory:
+            require_own_gpus(descriptions)
     except BaseException:
-        if buffer is not None:
-            buffer.close()  # memory of a GPU is not freed automatically
+        if own is not None:
+            own.close()  # memory of a GPU is not freed automatically
         raise
-    num_buffers = len(descriptions)
-    logger.info("weights go by %s, through %.1f MB of memory", transport, num_buffers * layout.size_bytes / 1e6)
-    role, writer_ranks = None, ranks.global_ranks if coordinator.size == 1 else frozenset()
-    if stream.in_host_memory:
-        buffer, shared = _map_on_all_ranks(
-            coordinator, buffer, lambda: DoubleBuffer.open(descriptions[0]["location"], layout)
+    logger.info("weights go by %s, through %.1f MB of memory", transport, len(descriptions) * layout.size_bytes / 1e6)
+    shared = False
+    if in_host_memory:
+        own, shared = _map_on_all_ranks(
+            coordinator, own, lambda: DoubleBuffer.open(descriptions[0]["location"], layout)
         )
-        writer_ranks = ranks.global_ranks if shared else frozenset()
-        index, count = (coordinator.rank, coordinator.size) if shared else (0, 1)
-        if shared or is_lead_writer:
-            assert buffer is not None
-            role = BufferRole(buffer, index, count, is_lead_writer, buffer_index=0, num_buffers=num_buffers)
-    else:
-        assert buffer is not None
-        role = BufferRole(buffer, 0, 1, True, buffer_index=coordinator.rank, num_buffers=num_buffers)
-    num_writers = 1 if role is None else role.num_writers
-    buffers = DoubleBuffers(transport, layout, descriptions, num_writers, ranks.timeout_s)
-    return StreamedUpdater(ranks, manifest, weight_version, buffers, role, writer_ranks)
+    buffers = DoubleBuffers(
+        transport,
+        layout,
+        descriptions,
+        num_writers=coordinator.size if shared else 1,
+        timeout_s=ranks.timeout_s,
+        own=own,
+        writer_index=coordinator.rank if shared else 0,
+        is_lead_writer=is_lead_writer,
+        own_index=0 if in_host_memory else coordinator.rank,
+    )
+    writer_ranks = ranks.global_ranks if shared or coordinator.size == 1 else frozenset()
+    return StreamedUpdater(ranks, manifest, weight_version, buffers, writer_ranks)
 
 
 def _gather_values(

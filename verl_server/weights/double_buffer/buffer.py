@@ -8,6 +8,9 @@ readers are TP ranks of servers, and the leading trainer rank, which computes ch
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import ctypes
 import json
 import mmap
 import time
@@ -18,8 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
-from verl_server.errors import BadInputError, DeadlineError, VerlServerError
-from verl_server.types import TensorSpec
+from verl_server.errors import BadInputError, DeadlineError, UnsupportedError, VerlServerError
+from verl_server.types import Json, TensorSpec
 from verl_server.weights.arena import (
     ALIGNMENT,
     CHECKSUM_BYTES,
@@ -125,6 +128,9 @@ class BucketMemory(Protocol):
     def pin(self) -> None:
         """Prepare the memory for asynchronous copies between a GPU and this memory, if it is host memory."""
 
+    def description(self) -> Json:
+        """What another process needs to open the memory, beside the memory file: nothing if it is host memory."""
+
     def close(self) -> None:
         """Release the memory, if this object owns it."""
 
@@ -153,9 +159,173 @@ class HostBucketMemory:
         """Pin the memory, so that copies from and to a GPU of this process are asynchronous."""
         self._pinned.pin()
 
+    def description(self) -> Json:
+        return {}
+
     def close(self) -> None:
         """Unpin the memory. Its owner closes it."""
         self._pinned.unpin()
+
+
+# -- Buckets in GPU memory --------------------------------------------------------------------------
+# Another process of the same machine opens them by their CUDA IPC handle.
+#
+# The memory comes from `cudaMalloc` itself. torch's allocator hands out parts of larger blocks, its expandable segments
+# have no IPC handle, and its own sharing keeps counters in /dev/shm that stay there when a process is killed.
+# This section has not been run on a GPU yet.
+
+HANDLE_BYTES = 64
+"""CUDA_IPC_HANDLE_SIZE."""
+ALLOCATION_BYTES = 2 << 20
+"""Allocations are multiples of this size. Smaller ones share a block, which an IPC handle would open as a whole
+(CUDA's guide on interprocess communication)."""
+
+
+class _MemoryRange:
+    """A range of device memory, described by `__cuda_array_interface__` (version 3)."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.pointer = pointer
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False), "shape": (size,), "typestr": "|u1", "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+class DeviceBucketMemory:
+    """Two buckets on a GPU. `create` allocates the memory; `open` maps another process's memory.
+
+    `device_index`: number of the GPU on which the memory is, as torch counts GPUs in this process.
+    """
+
+    def __init__(self, pointer: int, bucket_bytes: int, device_index: int, owned: bool) -> None:
+        self._pointer, self._bucket_bytes, self._owned = pointer, bucket_bytes, owned
+        self._device_index = device_index
+
+    @classmethod
+    def create(cls, bucket_bytes: int) -> DeviceBucketMemory:
+        """Allocate two buckets on torch's current GPU.
+
+        Raises UnsupportedError without a usable GPU, VerlServerError if its memory is full.
+        """
+        require_cuda()
+        index = torch.cuda.current_device()
+        with _runtime_on(index) as runtime:
+            pointer = _call(runtime.cudaMalloc, round_up(NUM_BUCKETS * bucket_bytes, ALLOCATION_BYTES))
+        return cls(int(pointer), bucket_bytes, index, owned=True)
+
+    @classmethod
+    def open(cls, description: Json, bucket_bytes: int) -> DeviceBucketMemory:
+        """Map the buckets that another process describes, on the GPU where they are.
+
+        Raises UnsupportedError if this process does not see that GPU.
+        """
+        require_cuda()
+        index = find_device(description["device_uuid"], visible_uuids())
+        with _runtime_on(index) as runtime:
+            ipc_handle = runtime.cudaIpcMemHandle_t()
+            ctypes.memmove(ipc_handle.getPtr(), base64.b64decode(description["ipc_handle"]), HANDLE_BYTES)
+            pointer = _call(runtime.cudaIpcOpenMemHandle, ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+        return cls(int(pointer), bucket_bytes, index, owned=False)
+
+    def description(self) -> Json:
+        """The CUDA IPC handle, and the GPU by its UUID: it is the same in all processes, unlike the GPU's number."""
+        with _runtime_on(self._device_index) as runtime:
+            handle = _call(runtime.cudaIpcGetMemHandle, self._pointer)
+        uuids = visible_uuids()
+        return {
+            "ipc_handle": base64.b64encode(ctypes.string_at(handle.getPtr(), HANDLE_BYTES)).decode(),
+            "device_uuid": uuids[self._device_index],
+            "num_visible": len(uuids),
+        }
+
+    def view(self, bucket: int) -> _MemoryRange:
+        return _MemoryRange(self._pointer + bucket * self._bucket_bytes, self._bucket_bytes)
+
+    def as_tensor(self, view: _MemoryRange) -> torch.Tensor:
+        flat = torch.as_tensor(view, device=torch.device("cuda", self._device_index))
+        if flat.data_ptr() != view.pointer:
+            raise VerlServerError("torch copied the staging memory instead of mapping it")
+        return flat
+
+    def synchronize(self) -> None:
+        """Wait for this GPU and for the current GPU: models load on streams of their own, also across GPUs."""
+        for index in {self._device_index, torch.cuda.current_device()}:
+            torch.cuda.synchronize(index)
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        end = self._pointer + NUM_BUCKETS * self._bucket_bytes
+        return bool(tensor.is_cuda and self._pointer <= tensor.data_ptr() < end)
+
+    def pin(self) -> None:
+        """Nothing to do: the memory is on a GPU."""
+
+    def close(self) -> None:
+        pointer, self._pointer = self._pointer, 0
+        if pointer:
+            with (
+                contextlib.suppress(VerlServerError),  # the driver may be gone at the end of a process
+                _runtime_on(self._device_index) as runtime,
+            ):
+                _call(runtime.cudaFree if self._owned else runtime.cudaIpcCloseMemHandle, pointer)
+
+
+def find_device(uuid: str, visible: Sequence[str]) -> int:
+    """The number of the GPU with a UUID among the `visible` GPUs of this process. Raises UnsupportedError."""
+    if uuid not in visible:
+        raise UnsupportedError(
+            f"the weights are staged on the GPU {uuid}, which this server does not see (it sees {list(visible)}): add "
+            "the trainer's GPUs to the CUDA_VISIBLE_DEVICES of the server, or use the transport 'shared_memory'"
+        )
+    return list(visible).index(uuid)
+
+
+def require_own_gpus(descriptions: Sequence[Json]) -> None:
+    """Raise BadInputError if two ranks that see several GPUs have their buckets on the same GPU."""
+    ranks: dict[str, int] = {}
+    for rank, description in enumerate(descriptions):
+        first = ranks.setdefault(description["device_uuid"], rank)
+        if first != rank and description["num_visible"] > 1:
+            raise BadInputError(
+                f"trainer ranks {first} and {rank} have the same current GPU ({description['device_uuid']}), although "
+                f"rank {rank} sees {description['num_visible']} GPUs. The transport 'cuda_ipc' stages the weights on "
+                "the current GPU of each rank: call torch.cuda.set_device(local_rank) before VerlEngine"
+            )
+
+
+def visible_uuids() -> list[str]:
+    """UUIDs of the GPUs that this process sees, by number."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def require_cuda() -> None:
+    """Raise UnsupportedError without an NVIDIA GPU or without NVIDIA's Python bindings of the CUDA runtime."""
+    if not torch.cuda.is_available():
+        raise UnsupportedError("the weight transport 'cuda_ipc' needs an NVIDIA GPU on the trainer and on the server")
+    try:
+        from cuda.bindings import runtime  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(f"the weight transport 'cuda_ipc' needs the package cuda-bindings: {error}") from error
+
+
+@contextlib.contextmanager
+def _runtime_on(device_index: int) -> Iterator[Any]:
+    """NVIDIA's bindings of the CUDA runtime, with a GPU as the current device of this thread in the body."""
+    from cuda.bindings import runtime
+
+    with torch.cuda.device(device_index):
+        _call(runtime.cudaSetDevice, device_index)
+        yield runtime
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """Call a function of the CUDA runtime and return its result.
+
+    Raises VerlServerError with CUDA's name of the error.
+    """
+    status, *results = function(*arguments)
+    if int(status) != 0:
+        raise VerlServerError(f"{function.__name__} failed: {status.name}")
+    return results[0] if results else None
 
 
 # -- Progress ---------------------------------------------------------------------------------------
@@ -259,13 +429,35 @@ class DoubleBuffer:
 
     @classmethod
     def create(cls, layout: DoubleBufferLayout) -> DoubleBuffer:
-        """Create a double buffer that this process owns. Raises the errors of `SharedMemoryFile.create`."""
-        return cls(SharedMemoryFile.create("double_buffer", layout.size_bytes), layout)
+        """Create a double buffer that this process owns, with its buckets where `layout` says.
+
+        Raises the errors of `SharedMemoryFile.create` and of `DeviceBucketMemory.create`.
+        """
+        double_buffer = cls(SharedMemoryFile.create("double_buffer", layout.size_bytes), layout)
+        try:
+            if not layout.in_host_memory:
+                double_buffer.buckets = DeviceBucketMemory.create(layout.bucket_bytes)
+        except BaseException:
+            double_buffer.close()
+            raise
+        return double_buffer
+
+    def description(self) -> Json:
+        """What another process needs to open the double buffer."""
+        return {"location": self.location, **self.buckets.description()}
 
     @classmethod
     def open(cls, location: str, layout: DoubleBufferLayout) -> DoubleBuffer:
         """Map the double buffer of another process on this machine. Raises OSError if this process cannot open it."""
         return cls(SharedMemoryFile.open(location, layout.size_bytes), layout)
+
+    def open_buckets(self, description: Json) -> None:
+        """After `open`: map the buckets, if they are on a GPU. Before, only the progress and the reports can be used.
+
+        Raises UnsupportedError if this process does not see the GPU.
+        """
+        if not self.layout.in_host_memory:
+            self.buckets = DeviceBucketMemory.open(description, self.layout.bucket_bytes)
 
     def progress(self, update_number: int) -> ProgressCounters:
         """The progress counters of one update."""

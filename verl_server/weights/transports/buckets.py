@@ -8,7 +8,7 @@ completely before generation is paused.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -17,34 +17,6 @@ from verl_server.weights.arena import Report
 from verl_server.weights.double_buffer.buffer import BucketReader, DoubleBuffer, DoubleBufferLayout
 from verl_server.weights.transports import base
 
-
-class Stream:
-    """Creates a double buffer on trainer ranks, describes it to the servers, and opens it there."""
-
-    in_host_memory = True
-    """True: all trainer ranks write one double buffer. False: each trainer rank has a double buffer on its GPU."""
-
-    @staticmethod
-    def create(layout: DoubleBufferLayout) -> DoubleBuffer:
-        """Create a double buffer on a trainer rank. Raises VerlServerError."""
-        return DoubleBuffer.create(layout)
-
-    @staticmethod
-    def describe(double_buffer: DoubleBuffer) -> Json:
-        """The description with which a server opens the double buffer, as JSON."""
-        return {"location": double_buffer.location}
-
-    @staticmethod
-    def require_usable(descriptions: Sequence[Json]) -> None:
-        """Raise BadInputError if the double buffers of all ranks cannot be used together."""
-        return
-
-    @staticmethod
-    def open_buckets(double_buffer: DoubleBuffer, description: Json) -> None:
-        """Open the buckets of a double buffer that was opened in another process, unless they are in host memory."""
-        return
-
-
 _opened: dict[str, DoubleBuffer] = {}
 """The last double buffer, by location. It is kept because a new mapping costs its page faults, and because a
 GPU's IPC handle should be opened only once."""
@@ -52,8 +24,6 @@ GPU's IPC handle should be opened only once."""
 
 class Receiver(base.Receiver):
     """Reads the tensors from a double buffer."""
-
-    stream: type[Stream] = Stream
 
     def __init__(self, message: Json, tp_rank: int) -> None:
         super().__init__(message, tp_rank)
@@ -78,7 +48,7 @@ class Receiver(base.Receiver):
                 _opened.popitem()[1].close()
             double_buffer = DoubleBuffer.open(key, layout)
             try:
-                self.stream.open_buckets(double_buffer, description)
+                double_buffer.open_buckets(description)
             except Exception as error:
                 report = Report(self.message["update_id"], ok=False, error=f"{type(error).__name__}: {error}"[:1500])
                 double_buffer.reports.write(self._receiver, report, [])
@@ -100,7 +70,7 @@ class Receiver(base.Receiver):
 
     @property
     def num_sharing(self) -> int:
-        return int(self.message["tp_size"]) if self.stream.in_host_memory else 1
+        return int(self.message["tp_size"]) if self._double_buffer.layout.in_host_memory else 1
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return self._double_buffer.buckets.contains(tensor)

@@ -32,9 +32,9 @@ from verl_server.weights.double_buffer.buffer import (
     NUM_BUCKETS,
     BucketLease,
     BucketMemory,
+    DeviceBucketMemory,
     HostBucketMemory,
 )
-from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
 from verl_server.weights.transports import base, distributed
 from verl_server.weights.transports.base import UpdateAttempt
 

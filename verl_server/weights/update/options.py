@@ -69,10 +69,12 @@ def validate_options(options: UpdateOptions, current_version: int) -> ValidatedU
     return ValidatedUpdate(version, verify, PauseMode(options.pause_mode), flush_cache)
 
 
-def torn_error(error: VerlServerError, validated: ValidatedUpdate) -> TornWeightsError:
+def torn_error(error: BaseException, validated: ValidatedUpdate) -> TornWeightsError:
     """The error for an update that failed after a server began to load. Keeps the details of `error`."""
     if isinstance(error, TornWeightsError):
         return error
+    if not isinstance(error, VerlServerError):  # for example KeyboardInterrupt, or an OSError of the transport
+        error = VerlServerError(f"{type(error).__name__}: {error}")
     return TornWeightsError(
         f"the update to weight version {validated.weight_version} failed half-way: {error.message}. "
         "Generation stays paused until an update of all tensors succeeds.",

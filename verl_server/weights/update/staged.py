@@ -570,9 +570,9 @@ class StagedUpdater(WeightUpdater):
             return UpdateOutcome(validated.weight_version, torn=error)
         except VerlServerError:
             raise
-        except BaseException as failure:  # for example KeyboardInterrupt, or an OSError of the transport
+        except BaseException as failure:
             if update.may_have_loaded:
-                self.torn = torn_error(VerlServerError(f"{type(failure).__name__}: {failure}"), validated)
+                self.torn = torn_error(failure, validated)
             raise
         self._unpublished = update
         self.torn = TornWeightsError("the weight update was loaded, but not all nodes have confirmed it")

@@ -21,8 +21,8 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 
 import torch
+from pydantic import TypeAdapter
 
-from verl_server.config import PauseMode
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
 from verl_server.weights.device import StagingCopies, accelerator, as_current
@@ -68,7 +68,7 @@ from verl_server.weights.verification import Checksums, choose_algorithm
 
 @dataclass(frozen=True)
 class OpenedUpdate:
-    """A streamed update for which the servers are loading, as all ranks know it."""
+    """A streamed update for which the servers are loading, as rank 0 tells it to all ranks."""
 
     validated: ValidatedUpdate
     update_id: str
@@ -76,26 +76,13 @@ class OpenedUpdate:
     """Number of the update through the double buffers."""
     members: Sequence[ServerInfo]
     """The servers that load the update."""
-    opened_at: float
-    """Time of `time.monotonic` at which this rank learned of the update."""
 
-    def to_message(self) -> Json:
-        """The update as rank 0 sends it to the other ranks."""
-        return {
-            "validated": asdict(self.validated),
-            "update_id": self.update_id,
-            "update_number": self.update_number,
-            "members": [[member.name, member.tp_size] for member in self.members],
-        }
+    def attempt(self, names: Sequence[str] = ()) -> UpdateAttempt:
+        """The update of the tensors `names`, in the order in which they are written."""
+        return UpdateAttempt(self.update_id, names, self.validated.verify, self.members)
 
-    @classmethod
-    def from_message(cls, message: Json) -> OpenedUpdate:
-        """The update that `to_message` described."""
-        validated = ValidatedUpdate(
-            **{**message["validated"], "pause_mode": PauseMode(message["validated"]["pause_mode"])}
-        )
-        members = [ServerInfo(name, tp_size) for name, tp_size in message["members"]]
-        return cls(validated, message["update_id"], message["update_number"], members, time.monotonic())
+
+_OPENED_UPDATE = TypeAdapter(OpenedUpdate)
 
 
 class ServerSession:
@@ -106,7 +93,6 @@ class ServerSession:
 
     def __init__(self, servers: Servers, opened: OpenedUpdate) -> None:
         self._servers, self.opened = servers, opened
-        self._validated, self.members = opened.validated, opened.members
         self._steps = ExitStack()
         """What `end` has to end: the session of the servers, and their loaders."""
         self._loading: Future[None] | None = None
@@ -114,9 +100,9 @@ class ServerSession:
         """Whether a server may hold a part of the update."""
         self.paused_at = math.nan
         """Time of `time.monotonic` just before the servers were paused."""
-        if not self.members:
+        if not opened.members:
             raise ServerDiedError("no server runs now, and this transport does not keep the weights for later")
-        require_few_receivers(self.members)
+        require_few_receivers(opened.members)
 
     def open(self, weights_are_torn: bool, prepare: Callable[[], None], message: Json) -> None:
         """Pause generation, open the session, call `prepare` and start the loaders of all servers with `message`.
@@ -124,39 +110,37 @@ class ServerSession:
         `prepare` must not change the weights. The loaders run in a background thread until `end`. After an error before
         a loader was started, generation continues unless the weights were torn.
         """
+        validated = self.opened.validated
         self.paused_at = time.monotonic()
         try:
-            self._servers.pause(self._validated.pause_mode)
+            self._servers.pause(validated.pause_mode)
             self._steps.enter_context(open_session(self._servers))
             prepare()
             self.may_have_loaded = True
             pool = self._steps.enter_context(ThreadPoolExecutor(1, thread_name_prefix="verl-server-load"))
-            version, flushes = self._validated.weight_version, self._validated.flush_cache
-            self._loading = pool.submit(self._servers.load, self._messages(message), version, flushes)
+            self._loading = pool.submit(
+                self._servers.load, self._messages(message), validated.weight_version, validated.flush_cache
+            )
         except BaseException as error:  # also KeyboardInterrupt
             if not self.may_have_loaded:
-                self._undo(error, weights_are_torn)
+                with suppress(VerlServerError):
+                    self.end()
+                if isinstance(error, VerlServerError):
+                    leave_out_failed(self._servers, error)
+                if not weights_are_torn:
+                    resume_unchanged(self._servers)
             raise
-
-    def _undo(self, error: BaseException, weights_are_torn: bool) -> None:
-        """End a session in which no server has loaded anything."""
-        with suppress(VerlServerError):
-            self.end()
-        if isinstance(error, VerlServerError):
-            leave_out_failed(self._servers, error)
-        if not weights_are_torn:
-            resume_unchanged(self._servers)
 
     def call_loaders(self, message: Json) -> None:
         """Call the loaders of all servers with a message that changes no weights, and wait for them."""
         self._servers.load(self._messages(message), None, flush_cache=False)
 
     def _messages(self, message: Json) -> list[Json]:
-        tp_sizes = [member.tp_size for member in self.members]
-        firsts = [sum(tp_sizes[:index]) for index in range(len(tp_sizes))]
+        """The message for the loaders of each server."""
+        attempt = self.opened.attempt()
         return [
-            {**message, "first_receiver": first, "tp_size": tp_size}
-            for first, tp_size in zip(firsts, tp_sizes, strict=True)
+            {**message, "first_receiver": first, "tp_size": member.tp_size}
+            for first, member in zip(attempt.first_receivers, attempt.members, strict=False)
         ]
 
     def require_loading(self) -> None:
@@ -176,23 +160,19 @@ class ServerSession:
 
         `cause`: the error that the caller receives.
         """
-        torn = torn_error(cause, self._validated)
+        torn = torn_error(cause, self.opened.validated)
         if (failed := error.details.get("servers")) is not None:
             torn.details["servers"] = failed
         leave_out_failed(self._servers, torn)
-        return UpdateOutcome(self._validated.weight_version, torn=torn)
+        return UpdateOutcome(self.opened.validated.weight_version, torn=torn)
 
 
-# -- Opening ----------------------------------------------------------------------------------------
-# Opening of double buffers by the servers' TP ranks, before the first update with these servers.
-#
-# A TP rank that cannot open a double buffer, for example because it does not see the GPU, is found here. The servers
-# then keep their weights. In the middle of an update, the weights would be torn.
+# -- Double buffers ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DoubleBuffers:
-    """The double buffers of all trainer ranks, as the loaders of the servers need to know them."""
+    """The double buffers of all trainer ranks, and the part of this rank."""
 
     transport: str
     layout: DoubleBufferLayout
@@ -202,6 +182,14 @@ class DoubleBuffers:
     """Number of trainer ranks that write each double buffer."""
     timeout_s: float
     """Deadline of one update in seconds."""
+    own: DoubleBuffer | None = None
+    """The double buffer that this rank writes. None for a rank that only takes part in gathering."""
+    writer_index: int = 0
+    """Number of this rank among the writers of its double buffer."""
+    is_lead_writer: bool = False
+    """Whether this rank writes tensors that are not sharded, computes checksums, and reads the reports."""
+    own_index: int = 0
+    """Number of this rank's double buffer. It serves the TP ranks whose number, modulo that of the buffers, is this."""
 
     def loader_message(self, opened: OpenedUpdate) -> Json:
         """The message for the loaders of all servers."""
@@ -217,13 +205,10 @@ class DoubleBuffers:
             "checksum": choose_algorithm(),
         }
 
-    def opening_message(self, opened: OpenedUpdate) -> Json:
-        """A message after which the loaders only open the double buffers and report. They load nothing."""
-        return {**self.loader_message(opened), "opens_only": True}
-
     def require_opened(self, opened: OpenedUpdate) -> None:
-        """Raise UnsupportedError unless every TP rank has opened its double buffer after `opening_message`.
+        """Raise UnsupportedError unless every TP rank has opened its double buffer, after a message `opens_only`.
 
+        A TP rank that cannot open it, for example because it does not see the GPU, is found before weights change.
         Rank 0 opens the double buffers of all trainer ranks, because they contain the reports.
         """
         with ExitStack() as stack:
@@ -246,40 +231,20 @@ class DoubleBuffers:
                 f"The transport {self.transport!r} needs all trainer ranks on one machine"
             ) from error
 
-
-# -- Buffer filler ----------------------------------------------------------------------------------
-# One trainer rank's part of a streamed update: fill its double buffer, compute checksums, and check the reports.
-
-
-@dataclass(frozen=True)
-class BufferRole:
-    """The role of one trainer rank at one double buffer."""
-
-    double_buffer: DoubleBuffer
-    writer_index: int
-    """Number of this rank among the writers of the double buffer."""
-    num_writers: int
-    """Number of trainer ranks that write the double buffer."""
-    is_lead_writer: bool
-    """Whether this rank writes tensors that are not sharded, computes checksums, and reads the reports."""
-    buffer_index: int
-    """Number of the double buffer. It serves the TP ranks whose number is equal to it modulo `num_buffers`."""
-    num_buffers: int
-    """Number of double buffers of all trainer ranks."""
-
     def receiving_ranks(self, members: Sequence[ServerInfo]) -> Iterator[ReceivingRank]:
-        """The TP ranks of the servers that this double buffer serves."""
+        """The TP ranks of the servers that this rank's double buffer serves."""
         for rank in receiving_ranks(members):
-            if rank.receiver % self.num_buffers == self.buffer_index:
+            if rank.receiver % len(self.descriptions) == self.own_index:
                 yield rank
 
     def fail(self, update_number: int, message: str) -> None:
-        """Make the readers and the other writers of the double buffer stop waiting in one update."""
-        self.double_buffer.progress(update_number).fail(message)
+        """Make the readers and the other writers of this rank's double buffer stop waiting in one update."""
+        if self.own is not None:
+            self.own.progress(update_number).fail(message)
 
 
 class BufferFiller:
-    """Fills one rank's double buffer with its part of the update `opened`.
+    """Fills this rank's double buffer with its part of the update `opened`, and checks the reports.
 
     `require_ranks` raises when the trainer ranks cannot work together any more. `require_peers` raises in addition when
     the servers are not loading any more. `deadline` is a time of `time.monotonic`.
@@ -287,23 +252,24 @@ class BufferFiller:
 
     def __init__(
         self,
-        role: BufferRole,
+        buffers: DoubleBuffers,
         opened: OpenedUpdate,
         require_ranks: Callable[[], None],
         require_peers: Callable[[], None],
         deadline: float,
     ) -> None:
-        self._role, self._opened, self._deadline = role, opened, deadline
-        self.copies = StagingCopies(role.double_buffer.buckets.pin)
+        assert buffers.own is not None
+        self._buffers, self._own, self._opened, self._deadline = buffers, buffers.own, opened, deadline
+        self.copies = StagingCopies(self._own.buckets.pin)
         """Makes the copies into the memory that `reserve` returns."""
-        readers = [rank.receiver for rank in role.receiving_ranks(opened.members)]
+        readers = [rank.receiver for rank in buffers.receiving_ranks(opened.members)]
         if opened.validated.verify:
             readers.append(CHECKSUM_READER)
         self._writer = BucketWriter(
-            role.double_buffer,
+            self._own,
             opened.update_number,
-            role.writer_index,
-            role.is_lead_writer,
+            buffers.writer_index,
+            buffers.is_lead_writer,
             readers,
             require_peers,
             self.copies.wait,
@@ -311,7 +277,7 @@ class BufferFiller:
         self._error: VerlServerError | None = None
         """Why the double buffer could not be filled, or None."""
         self._checksums: Future[list[int]] | None = None
-        if role.is_lead_writer and opened.validated.verify:
+        if buffers.is_lead_writer and opened.validated.verify:
             self._checksums = self._start_checksums(require_ranks)
 
     def reserve(self, name: str, spec: TensorSpec) -> torch.Tensor | None:
@@ -320,13 +286,12 @@ class BufferFiller:
         The caller continues to read its tensors then, because other ranks may be gathering them together with this
         rank.
         """
-        if self._error is not None:
-            return None
-        try:
-            return self._writer.reserve(name, spec, self._deadline)
-        except VerlServerError as error:
-            self._error = error
-            return None
+        if self._error is None:
+            try:
+                return self._writer.reserve(name, spec, self._deadline)
+            except VerlServerError as error:
+                self._error = error
+        return None
 
     def finish(self) -> None:
         """Hand the last bucket to the readers. Raises the error of an earlier `reserve`."""
@@ -340,21 +305,22 @@ class BufferFiller:
         `names`: the tensors in the order in which they were written. `timeout_s`: seconds to wait for the
         checksums.
         """
-        if not self._role.is_lead_writer:
+        if not self._buffers.is_lead_writer:
             return None
-        verify = self._opened.validated.verify
-        attempt = UpdateAttempt(self._opened.update_id, names, verify, self._opened.members)
-        num_checksums = len(names) if verify else 0
+        attempt = self._opened.attempt(names)
+        num_checksums = len(names) if attempt.verify else 0
         reports = {
-            rank.label: self._role.double_buffer.reports.read(rank.receiver, attempt.id, num_checksums)
-            for rank in self._role.receiving_ranks(attempt.members)
+            rank.label: self._own.reports.read(rank.receiver, attempt.id, num_checksums)
+            for rank in self._buffers.receiving_ranks(attempt.members)
         }
         try:
-            checksums = [] if self._checksums is None else _checksums_of(self._checksums, timeout_s)
+            checksums = [] if self._checksums is None else self._checksums.result(timeout_s)
             is_whole = manifest.is_whole(names)
             verify_reports(reports, attempt, checksums, is_whole=is_whole, optional=manifest.not_required)
         except VerlServerError as error:
             return error
+        except Exception as error:  # noqa: BLE001 - every rank has to arrive at the next step
+            return VerlServerError(f"the checksums could not be compared: {type(error).__name__}: {error}")
         return None
 
     def close(self) -> None:
@@ -364,15 +330,8 @@ class BufferFiller:
 
     def _start_checksums(self, require_ranks: Callable[[], None]) -> Future[list[int]]:
         """Start a thread that reads the double buffer as one more reader and computes the checksum of each tensor."""
-        role = self._role
-        reader = BucketReader(
-            role.double_buffer,
-            self._opened.update_number,
-            CHECKSUM_READER,
-            role.num_writers,
-            require_ranks,
-            self._deadline,
-        )
+        number, num_writers = self._opened.update_number, self._buffers.num_writers
+        reader = BucketReader(self._own, number, CHECKSUM_READER, num_writers, require_ranks, self._deadline)
         device = accelerator()
         checksums = Checksums(choose_algorithm(), device)
 
@@ -384,7 +343,7 @@ class BufferFiller:
                         del tensor
                     return checksums.values()
             except Exception as error:
-                role.fail(self._opened.update_number, f"the checksums could not be computed: {error}")
+                self._buffers.fail(number, f"the checksums could not be computed: {error}")
                 raise
 
         pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-checksums")
@@ -394,23 +353,13 @@ class BufferFiller:
             pool.shutdown(wait=False)
 
 
-def _checksums_of(future: Future[list[int]], timeout_s: float) -> list[int]:
-    try:
-        return future.result(timeout_s)
-    except VerlServerError:
-        raise
-    except Exception as error:
-        raise VerlServerError(f"the checksums could not be computed: {type(error).__name__}: {error}") from error
-
-
 # -- Streamed ---------------------------------------------------------------------------------------
 
 
 class StreamedUpdater(WeightUpdater):
     """The weight updater for transports that take tensors as they come.
 
-    `role`: this rank's role at a double buffer, or None for a rank that only takes part in gathering. `writer_ranks`:
-    global ranks that write the same double buffer as this rank. `buffers`: the double buffers of all ranks.
+    `writer_ranks`: global ranks that write the same double buffer as this rank.
     """
 
     def __init__(
@@ -419,11 +368,10 @@ class StreamedUpdater(WeightUpdater):
         manifest: Manifest,
         weight_version: int,
         buffers: DoubleBuffers,
-        role: BufferRole | None,
         writer_ranks: frozenset[int],
     ) -> None:
         super().__init__(ranks, manifest, weight_version)
-        self._buffers, self._role, self._writer_ranks = buffers, role, writer_ranks
+        self._buffers, self._writer_ranks = buffers, writer_ranks
         self._own_buffer_ranks = range(len(buffers.descriptions) if len(buffers.descriptions) > 1 else 0)
         self._opened_members: Sequence[ServerInfo] = ()
         """The servers whose TP ranks have opened the double buffers, on rank 0."""
@@ -439,8 +387,8 @@ class StreamedUpdater(WeightUpdater):
         )
 
     def close(self) -> None:
-        if self._role is not None:
-            self._role.double_buffer.close()
+        if self._buffers.own is not None:
+            self._buffers.own.close()
 
     # -- the steps on every rank --------------------------------------------------------------------
 
@@ -459,7 +407,7 @@ class StreamedUpdater(WeightUpdater):
                 action_timeout_s=4 * self.ranks.timeout_s,
             )
             assert source is not None
-            opened = OpenedUpdate.from_message(message)
+            opened = _OPENED_UPDATE.validate_python(message)
             self._update_number = opened.update_number
             outcome, gather_s = self._fill_and_finish(call_id, source, opened, options.check_finite)
         except BaseException as failure:
@@ -491,46 +439,47 @@ class StreamedUpdater(WeightUpdater):
         self._update_number = opened.update_number
         self._stop_filling("the trainer abandoned the update")
         if self.torn is None and not isinstance(error, (ServerDiedError, ShutDownError)):
-            cause = error
-            if not isinstance(cause, VerlServerError):
-                cause = VerlServerError(f"{type(error).__name__}: {error}")
-            self.torn = torn_error(cause, opened.validated)
+            self.torn = torn_error(error, opened.validated)
 
     def _stop_filling(self, message: str) -> None:
         """Make the servers and the other writers of this rank's double buffer stop waiting for this rank."""
-        if self._role is not None:
-            self._role.fail(self._update_number, message)
+        self._buffers.fail(self._update_number, message)
 
     def _fill_and_finish(
         self, call_id: str, source: TensorSource, opened: OpenedUpdate, check_finite: bool
     ) -> tuple[UpdateOutcome, float]:
         """The steps after `open`. Returns the outcome, and the seconds that reading took. Raises TornWeightsError."""
-        load_id = f"{call_id}/load"
+        load_id, started = f"{call_id}/load", time.monotonic()
         names, has_shards, error = self._fill(load_id, source, opened, check_finite)
-        gather_s = time.monotonic() - opened.opened_at
+        gather_s = time.monotonic() - started
         self._agree_and_adopt(
             load_id,
             lambda contributions: self._end(contributions, opened),
-            contribution_of(names, has_shards) | _error_field(error),
+            contribution_of(names, has_shards),
+            error,
         )
-        report_error = None
         if self._filler is not None:
-            report_error = self._filler.report_error(names, self.manifest, self.ranks.timeout_s)
+            error = self._filler.report_error(names, self.manifest, self.ranks.timeout_s)
         outcome = self._agree_and_adopt(
-            f"{call_id}/confirm",
-            lambda contributions: self._confirm(contributions, opened, names),
-            _error_field(report_error),
+            f"{call_id}/confirm", lambda contributions: self._confirm(contributions, opened, names), {}, error
         )
         return outcome, gather_s
 
     def _agree_and_adopt(
-        self, call_id: str, action: Callable[[list[Json]], UpdateOutcome], contribution: Json
+        self,
+        call_id: str,
+        action: Callable[[list[Json]], UpdateOutcome],
+        contribution: Json,
+        error: VerlServerError | None,
     ) -> UpdateOutcome:
-        """The outcome of a step that rank 0 makes when all ranks have arrived. Raises TornWeightsError."""
+        """The outcome of a step that rank 0 makes when all ranks have arrived. Raises TornWeightsError.
+
+        The `error` of a rank is a part of its contribution: rank 0 has to end the servers' session in any case.
+        """
         message = self.coordinator.agree(
             call_id,
             lambda contributions: action(contributions).to_message(),
-            contribution=contribution,
+            contribution={**contribution, "error": None if error is None else to_wire(error)},
             action_timeout_s=2 * self.ranks.timeout_s,
         )
         outcome = UpdateOutcome.from_message(message)
@@ -544,16 +493,12 @@ class StreamedUpdater(WeightUpdater):
 
         An error is passed to the servers at once, and to all ranks in the next step, the call `load_id`.
         """
-        role = self._role
-        if role is not None:
-            self._filler = BufferFiller(
-                role,
-                opened,
-                self.coordinator.raise_failure,
-                self._require_peers,
-                time.monotonic() + self.ranks.timeout_s,
+        filler = None
+        if self._buffers.own is not None:
+            deadline = time.monotonic() + self.ranks.timeout_s
+            filler = self._filler = BufferFiller(
+                self._buffers, opened, self.coordinator.raise_failure, self._require_peers, deadline
             )
-        filler = self._filler
 
         def staging_tensor(name: str) -> torch.Tensor | None:
             return None if filler is None else filler.reserve(name, self.manifest.tensors[name])
@@ -572,7 +517,7 @@ class StreamedUpdater(WeightUpdater):
             load_id,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=check_finite and not source.is_checked,
-            writes_whole_tensors=role is not None and role.is_lead_writer,
+            writes_whole_tensors=self._buffers.is_lead_writer,
             on_bad_tensor=lambda error: self._stop_filling(error.message),
             copies=None if filler is None else filler.copies,
             shared=self.shared,
@@ -593,25 +538,25 @@ class StreamedUpdater(WeightUpdater):
     def _open(self, contributions: list[Json], names: Sequence[str] | None, options: UpdateOptions) -> Json:
         """Refuse what can be refused now. Then pause the servers and start their loaders."""
         validated = self.begin(contributions, names, options, self._own_buffer_ranks)
-        opened = OpenedUpdate(
-            validated, uuid.uuid4().hex, self._update_number + 1, self.servers.members, time.monotonic()
-        )
+        opened = OpenedUpdate(validated, uuid.uuid4().hex, self._update_number + 1, self.servers.members)
         self._session = session = ServerSession(self.servers, opened)
+        message = self._buffers.loader_message(opened)
 
         def open_buffers() -> None:
             """Open the double buffers on servers that have not done it yet: an error here does not tear weights."""
-            if session.members != self._opened_members:
-                session.call_loaders(self._buffers.opening_message(opened))
+            if opened.members != self._opened_members:
+                session.call_loaders({**message, "opens_only": True})
                 self._buffers.require_opened(opened)
-                self._opened_members = session.members
+                self._opened_members = opened.members
 
-        session.open(self.find_torn() is not None, open_buffers, self._buffers.loader_message(opened))
-        return opened.to_message()
+        session.open(self.find_torn() is not None, open_buffers, message)
+        sent: Json = _OPENED_UPDATE.dump_python(opened, mode="json")
+        return sent
 
     def _end(self, contributions: list[Json], opened: OpenedUpdate) -> UpdateOutcome:
         """Wait until the servers have loaded, and end their session. Returns a torn outcome if that failed."""
         assert self._session is not None
-        errors = [from_wire(item["error"]) for item in contributions if item["error"] is not None]
+        errors = _errors_of(contributions)
         try:
             try:
                 for error in errors:
@@ -632,7 +577,7 @@ class StreamedUpdater(WeightUpdater):
         """Publish the version and resume generation, if the reports of all double buffers are good."""
         assert self._session is not None
         try:
-            if errors := [from_wire(item["error"]) for item in contributions if item["error"] is not None]:
+            if errors := _errors_of(contributions):
                 raise first_error(errors)
             self.require_loadable(names)
             missing_from = self.publish(opened.validated, names, None)
@@ -651,6 +596,6 @@ class StreamedUpdater(WeightUpdater):
         )
 
 
-def _error_field(error: VerlServerError | None) -> Json:
-    """The part of a rank's contribution that carries its error."""
-    return {"error": None if error is None else to_wire(error)}
+def _errors_of(contributions: Sequence[Json]) -> list[VerlServerError]:
+    """The errors that ranks have contributed."""
+    return [from_wire(item["error"]) for item in contributions if item["error"] is not None]

@@ -272,7 +272,7 @@ class WeightUpdater(ABC):
         plain_config = check_lora_adapter(specs, config, self.manifest)
         dtype = next(iter(tensors.values())).dtype
         missing = missing_fused_parts(specs, plain_config, self.manifest)
-        zeros = {name: torch.zeros(shape, dtype=dtype) for name, shape in missing.items()}
+        zeros = {name: torch.zeros(spec.shape, dtype=dtype) for name, spec in missing.items()}
         return {**tensors, **zeros}, plain_config
 
     def find_torn(self) -> TornWeightsError | None:
