@@ -634,7 +634,7 @@ def test_streams_on_another_rank_wait_at_the_same_time_and_leave_no_thread() -> 
 
     asyncio.run(run())
     wait_until(
-        lambda: not [thread for thread in threading.enumerate() if "verl-server-stream" in thread.name],
+        lambda: not [thread for thread in threading.enumerate() if "verl-server-call" in thread.name],
         10.0,
         "a thread waits for an event of a stream that has ended",
     )

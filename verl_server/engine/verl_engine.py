@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import contextlib
 import logging
-import queue
 import time
 import weakref
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +33,7 @@ from verl_server.errors import BadInputError, ShutDownError, VerlServerError, fr
 from verl_server.ranks.coordinator import RankCoordinator, to_peer_wire
 from verl_server.ranks.placement import compute_placement
 from verl_server.ranks.shared_meshes import engine_ended, engine_started
+from verl_server.threads import call_in_thread
 from verl_server.types import Json, WeightUpdateResult
 from verl_server.validation import check_arguments, is_list, is_whole_number, to_plain
 from verl_server.weights.manifest import fused_with
@@ -156,7 +156,7 @@ class RankGeneration:
         try:
             group.agree(call, require_same_request, contribution=digest_of(request), error=refusal)
             if group.rank == 0:
-                with _EndOfStream(group, call):
+                with _end_of_stream(group, call):
                     for event in self._backend_for(request).generate_stream(**request):
                         group.publish_event(call, event)
                         yield event
@@ -174,60 +174,40 @@ class RankGeneration:
     async def _async_stream(self, request: Json, refusal: VerlServerError | None) -> AsyncIterator[Json]:
         group, call = self._group, self._group.next_call_id("async_stream")
         events = group.open_stream(call)
+
+        async def act(contributions: list[Json]) -> None:
+            require_same_request(contributions)
+
         try:
-            await group.agree_async(call, _agree_on_request, contribution=digest_of(request), error=refusal)
+            await group.agree_async(call, act, contribution=digest_of(request), error=refusal)
             if group.rank == 0:
-                with _EndOfStream(group, call):
+                with _end_of_stream(group, call):
                     backend = await self._async_backend_for(request)
                     async for event in backend.async_generate_stream(**request):
                         group.publish_event(call, event)
                         yield event
             else:
-                with _EventReader(events) as reader:
-                    while "end" not in (event := await reader.next()):
-                        yield event
-                    _raise_end(event)
+                while "end" not in (event := await call_in_thread(events.get)):
+                    yield event
+                _raise_end(event)
         finally:
             group.close_stream(call)
+            events.put({"end": None})  # ends the thread that waits for a stream that was cancelled
 
 
-class _EventReader:
-    """Waits for the events of one stream in a thread of its own: any number of streams can wait at the same time."""
-
-    def __init__(self, events: queue.SimpleQueue[Json]) -> None:
-        self._events = events
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-server-stream")
-
-    async def next(self) -> Json:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._events.get)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._events.put({"end": None})  # wakes the thread of a stream that was cancelled
-        self._thread.shutdown(wait=False)
-
-
-class _EndOfStream:
-    """Context of a stream on rank 0: tells the other ranks how the stream ended, also when it failed."""
-
-    def __init__(self, group: RankCoordinator, call: str) -> None:
-        self._group, self._call = group, call
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        failed = error is not None and not isinstance(error, GeneratorExit)
-        self._group.publish_event(
-            self._call, {"end": to_peer_wire(error, self._group.rank) if failed and error is not None else None}
-        )
-
-
-async def _agree_on_request(contributions: list[Json]) -> None:
-    """The action of a call that only waits until all ranks have arrived."""
-    require_same_request(contributions)
+@contextlib.contextmanager
+def _end_of_stream(group: RankCoordinator, call: str) -> Iterator[None]:
+    """On rank 0: tells the other ranks how the stream in the body ended, also when it failed."""
+    end: Json | None = None
+    try:
+        yield
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        end = to_peer_wire(error, group.rank)
+        raise
+    finally:
+        group.publish_event(call, {"end": end})
 
 
 def _raise_end(event: Json) -> None:
