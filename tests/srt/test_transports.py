@@ -51,10 +51,10 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena, plan_arena
-from verl_server.weights.broadcast import arrival_key, connect_to_store, open_store, wait_for_receivers
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import delta, is_streamed, sender_class
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
+from verl_server.weights.transports.distributed import arrival_key, connect_to_store, open_store, wait_for_receivers
 from verl_server.weights.update.options import UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
@@ -717,7 +717,7 @@ def test_a_folder_that_the_server_does_not_see_is_named(
 TRAINER_STORE = """
 import time
 import uuid
-from verl_server.weights.broadcast import open_store
+from verl_server.weights.transports.distributed import open_store
 store = open_store("10.77.0.1", 30.0)
 store.set("set", "value")
 print(store.port, flush=True)
@@ -725,7 +725,7 @@ time.sleep(60.0)
 """
 RECEIVER = """
 import sys, time
-from verl_server.weights.broadcast import connect_to_store
+from verl_server.weights.transports.distributed import connect_to_store
 store = connect_to_store("10.77.0.1", int(sys.argv[1]))
 print(store.check(["set"]), store.get("set").decode(), flush=True)
 sys.stdin.readline()

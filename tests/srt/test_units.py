@@ -51,10 +51,10 @@ from verl_server.weights.arena import (
     plan_arena,
     tensor_bytes,
 )
-from verl_server.weights.broadcast import ReceiverPlacement, group_whole_tensors, split_into_chunks
 from verl_server.weights.loader import load_weights
 from verl_server.weights.transports import delta, shared_memory
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
+from verl_server.weights.transports.distributed import ReceiverPlacement, group_whole_tensors, split_into_chunks
 from verl_server.weights.update.source import shard_slices
 from verl_server.weights.verification import Coverage, ReadTensors, compute_checksum, positional_sum
 

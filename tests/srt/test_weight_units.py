@@ -31,8 +31,8 @@ from verl_server.adapter.sglang.server_arguments import loses_weights, require_m
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import TABLE_OFFSET, Arena, SharedMemoryFile, plan_arena
-from verl_server.weights.broadcast import Mirror
 from verl_server.weights.manifest import Manifest, read_manifest
+from verl_server.weights.transports.distributed import Mirror
 from verl_server.weights.transports.shared_memory import map_arena
 from verl_server.weights.update.source import ShardWriter, TensorSource
 

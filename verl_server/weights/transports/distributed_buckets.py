@@ -18,15 +18,6 @@ import torch
 from verl_server.ranks.placement import own_address
 from verl_server.types import Json
 from verl_server.weights.arena import PAGE_BYTES, Report, byte_ranges_of, round_up, tensor_bytes
-from verl_server.weights.broadcast import (
-    Membership,
-    ReceiverPlacement,
-    form_group,
-    group_whole_tensors,
-    report_before_joining,
-    start_broadcast,
-    wait_for_work,
-)
 from verl_server.weights.double_buffer.buffer import (
     DEFAULT_BUCKET_BYTES,
     NUM_BUCKETS,
@@ -37,6 +28,15 @@ from verl_server.weights.double_buffer.buffer import (
 )
 from verl_server.weights.transports import base, distributed
 from verl_server.weights.transports.base import UpdateAttempt
+from verl_server.weights.transports.distributed import (
+    Membership,
+    ReceiverPlacement,
+    form_group,
+    group_whole_tensors,
+    report_before_joining,
+    start_broadcast,
+    wait_for_work,
+)
 
 
 def local_device_type() -> str:
