@@ -929,9 +929,9 @@ def test_ranks_with_other_shards_of_a_lora_adapter_gather_nothing(two_ranks: Ran
     first, second = two_ranks.run(_ranks_pass_other_shards)
     assert first == second
     (reversed_error, _), (missing_error, _), (no_error, gathered) = first
-    cure = "of rank 0; all ranks must pass DTensors of the same names in the same order"
-    assert reversed_error == ("BadInputError", f"rank 1 passed 4 DTensors, which differ from the 4 {cure}")
-    assert missing_error == ("BadInputError", f"rank 1 passed 0 DTensors, which differ from the 4 {cure}")
+    cure = "of rank 0; all ranks must push the same names in the same order"
+    assert reversed_error == ("BadInputError", f"rank 1 pushed 4 DTensors that differ from the 4 {cure}")
+    assert missing_error == ("BadInputError", f"rank 1 pushed 0 DTensors that differ from the 4 {cure}")
     assert no_error == ("", "")
     assert gathered == {name: [float(index)] * 2 for index, name in enumerate(NAMES)}
 

@@ -22,7 +22,7 @@ from verl_server.engine.servers import connect_servers, launch_one_server
 from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.platforms.limits import available_memory
 from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.ranks.placement import Placement, is_loopback, machine_id, reachable_address, spans_machines
+from verl_server.ranks.placement import Placement, is_loopback, known_machine_id, reachable_address, spans_machines
 from verl_server.server.environment import VISIBLE_DEVICES, SeenByRank, allowed_cores, gpus_needed, seen_by_server
 from verl_server.server.launch import PortReservation, join_host_port
 from verl_server.types import Json, TensorSpec, parse_weight_version
@@ -228,19 +228,14 @@ def _agree_on_devices(
             chosen.append({"visible": visible, "cores": cores})
         return chosen
 
-    own = SeenByRank(os.environ.get(VISIBLE_DEVICES), torch.cuda.device_count(), sorted(allowed_cores()), _machine())
+    own = SeenByRank(
+        os.environ.get(VISIBLE_DEVICES), torch.cuda.device_count(), sorted(allowed_cores()), known_machine_id()
+    )
     contribution = {"env": env.get(VISIBLE_DEVICES), "seen": dataclasses.asdict(own)}
     call_id = group.next_call_id("devices")
     chosen = group.agree(call_id, choose, contribution=contribution, action_timeout_s=10.0)[placement.node_rank]
     visible = chosen["visible"]
     return (env if visible is None else {**env, VISIBLE_DEVICES: visible}), chosen["cores"]
-
-
-def _machine() -> str | None:
-    """The id of this machine. None in a sandbox without the files of /proc that have it: then all ranks have None."""
-    with contextlib.suppress(OSError):
-        return machine_id()
-    return None
 
 
 @contextlib.contextmanager

@@ -33,6 +33,14 @@ def machine_id() -> str:
     return f"{boot_id()}:{os.readlink('/proc/self/ns/pid')}:{os.getuid()}"
 
 
+def known_machine_id() -> str | None:
+    """`machine_id`, or None in a sandbox without the files of /proc that have it."""
+    try:
+        return machine_id()
+    except OSError:
+        return None
+
+
 def own_address(peer: str) -> str:
     """This machine's address on the route to `peer`, an address or a name. IPv4 is preferred.
 

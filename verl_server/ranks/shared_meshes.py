@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from verl_server.errors import PeerError, VerlServerError
 from verl_server.ranks.bounded_store import BoundedStore
-from verl_server.ranks.placement import machine_id
+from verl_server.ranks.placement import known_machine_id
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
@@ -113,11 +113,7 @@ def engine_started(engine: object, engine_ranks: frozenset[int]) -> None:
         _Process.engines.add(engine)
         if has_other_ranks(engine_ranks):
             rank = dist.get_rank()
-            try:
-                machine = machine_id()
-            except OSError:  # a sandbox without these files of /proc: no rank can see whether this process lives
-                machine = None
-            _write(f"engine/{rank}", {"machine": machine, "pid": os.getpid()})
+            _write(f"engine/{rank}", {"machine": known_machine_id(), "pid": os.getpid()})
             _Process.next_update = max(_Process.next_update, _pair(_read(f"missed/{rank}")))
 
 
@@ -149,11 +145,8 @@ def _end_of_engine(rank: int) -> str | None:
 
 def _end_of_process(rank: int) -> str | None:
     """Says that the process of a rank has ended, if that is known, or None."""
-    try:
-        state = _read(f"engine/{rank}")
-        if state is None or state.get("machine") != machine_id():
-            return None
-    except OSError:
+    state = _read(f"engine/{rank}")
+    if state is None or state.get("machine") is None or state["machine"] != known_machine_id():
         return None
     try:
         is_gone = Path(f"/proc/{state['pid']}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"ZX"

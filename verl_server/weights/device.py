@@ -129,7 +129,8 @@ class StagingCopies:
         A trainer may keep its parameters in the arena. `source` must not be changed before `wait`. Returns a tensor
         that has the elements of `target` now already: `target`, or `source` in the dtype of `target`.
         """
-        if _is_same(target, source) or not source.numel():
+        is_same = target.data_ptr() == source.data_ptr() and target.stride() == source.stride()
+        if (is_same and target.dtype == source.dtype) or not source.numel():
             return target
         if source.device.type == "cpu":
             target.copy_(source)
@@ -152,13 +153,6 @@ class StagingCopies:
         for device in self._devices:
             torch.get_device_module(device).current_stream(device).synchronize()
         self._devices.clear()
-
-
-def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether two tensors of the same shape are the same memory."""
-    return (
-        target.data_ptr() == source.data_ptr() and target.stride() == source.stride() and target.dtype == source.dtype
-    )
 
 
 # -- Streams ----------------------------------------------------------------------------------------

@@ -128,10 +128,6 @@ class Sender(ABC):
         """The TP ranks of all members whose reports this sender reads."""
         return receiving_ranks(attempt.members)
 
-    def first_receiver(self, attempt: UpdateAttempt, member_index: int) -> int:
-        """The number of a member's TP rank 0 among the TP ranks of all members."""
-        return attempt.first_receivers[member_index]
-
     @abstractmethod
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
         """The report of one TP rank on this attempt, or None."""

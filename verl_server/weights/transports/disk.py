@@ -94,7 +94,7 @@ class Sender(base.Sender):
     def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         return {
             "file_path": str(self._path(attempt)),
-            "first_receiver": self.first_receiver(attempt, member_index),
+            "first_receiver": attempt.first_receivers[member_index],
         }
 
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:

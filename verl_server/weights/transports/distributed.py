@@ -531,7 +531,7 @@ class Sender(base.Sender):
             "store_address": [self.store.host, self.store.port],
             "group_name": self.group_name,
             "table_key": self._table_key,
-            "first_receiver": self.first_receiver(attempt, member_index),
+            "first_receiver": attempt.first_receivers[member_index],
             "num_receivers": attempt.num_receivers,
             "size_bytes": self.layout.size_bytes,
             "timeout_s": self.settings.timeout_s,

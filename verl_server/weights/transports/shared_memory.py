@@ -42,7 +42,7 @@ class Sender(base.Sender):
             "table_bytes": len(self.layout.table(attempt.names)),
             "checksums_offset": self.layout.checksums_offset,
             "num_tensors": len(self.layout.slots),
-            "first_receiver": self.first_receiver(attempt, member_index),
+            "first_receiver": attempt.first_receivers[member_index],
             "num_sharing": self.settings.ranks_per_node or attempt.members[member_index].tp_size,
         }
 

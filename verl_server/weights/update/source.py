@@ -50,14 +50,7 @@ def require_same_shards(contributions: Sequence[Json]) -> None:
     Ranks gather their DTensors one after the other. With other names or another order they would mix the tensors, or
     wait for each other. Raises BadInputError with the first rank that differs from rank 0.
     """
-    first = contributions[0]
-    for rank, other in enumerate(contributions):
-        if other["digest"] != first["digest"]:
-            raise BadInputError(
-                f"rank {rank} passed {other['num_tensors']} DTensors, which differ from the {first['num_tensors']} of "
-                "rank 0; all ranks must pass DTensors of the same names in the same order",
-                rank=rank,
-            )
+    _require_equal(contributions, range(len(contributions)), "DTensors")
 
 
 def require_same_names(contributions: Sequence[Json], writers: Container[int] = ()) -> None:
@@ -70,14 +63,19 @@ def require_same_names(contributions: Sequence[Json], writers: Container[int] = 
     first = contributions[0]
     if not first["num_tensors"]:
         raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
-    if any(other["digest"] is None for other in contributions):
-        return
-    for rank, other in enumerate(contributions):
-        must_match = other["num_tensors"] or first["has_shards"] or rank in writers
-        if must_match and other["digest"] != first["digest"]:
+    if all(other["digest"] is not None for other in contributions):
+        ranks = enumerate(contributions)
+        bound = [rank for rank, other in ranks if other["num_tensors"] or first["has_shards"] or rank in writers]
+        _require_equal(contributions, bound, "tensors")
+
+
+def _require_equal(contributions: Sequence[Json], ranks: Iterable[int], what: str) -> None:
+    first = contributions[0]
+    for rank in ranks:
+        if contributions[rank]["digest"] != first["digest"]:
             raise BadInputError(
-                f"rank {rank} pushed {other['num_tensors']} tensors that differ from the {first['num_tensors']} of "
-                "rank 0; all ranks must push the same names in the same order",
+                f"rank {rank} pushed {contributions[rank]['num_tensors']} {what} that differ from the "
+                f"{first['num_tensors']} of rank 0; all ranks must push the same names in the same order",
                 rank=rank,
             )
 
@@ -300,16 +298,8 @@ class TensorSource:
             first = next(remaining, None)
             if first is not None:
                 validated_pair(first)
-            self.pairs = _chain(first, remaining)
+            self.pairs = itertools.chain([] if first is None else [first], remaining)
             self.contribution = {"num_tensors": int(first is not None), "digest": None, "has_shards": False}
-
-
-def _chain(first: Any, remaining: Iterator[Any]) -> Iterator[Any]:
-    """`first` and then the remaining pairs. Keeps no reference to `first`, whose memory may be large."""
-    if first is not None:
-        yield first
-        del first
-        yield from remaining
 
 
 def _check_all(

@@ -135,9 +135,21 @@ def _verify_report(
         raise VerlServerError(f"{label} could not load the weights: {report.error}", log_tail=report.trace)
     if report.num_tensors != len(attempt.names):
         raise VerlServerError(f"{label} took {report.num_tensors} of the update's {len(attempt.names)} tensors")
-    if attempt.verify:
-        _verify_checksums(label, received, attempt, checksums)
-        _verify_coverage(label, received, is_whole)
+    if not attempt.verify:
+        return
+    first, step = report.share
+    expected = zip(attempt.names[first::step], checksums[first::step], received.checksums, strict=True)
+    if different := [name for name, staged, read in expected if staged != read]:
+        raise VerlServerError(
+            f"{label} read {len(different)} tensors that differ from what was staged, {different[0]!r} first: "
+            "do not write to the staged tensors during an update"
+        )
+    if report.num_unwritten and is_whole:
+        raise VerlServerError(
+            f"{label} did not write {report.num_unwritten} of its parameters in an update of the whole model, for "
+            f"example {report.unwritten[0]!r}: the update lacks their tensors, or the model class of the server "
+            "ignores them (verify=False skips this check)"
+        )
 
 
 def _unverified_servers(
@@ -183,28 +195,6 @@ def _servers_with_unread(
                 is_whole=is_whole,
             )
     return errors
-
-
-def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
-    """Compare the checksums of a TP rank's share of the tensors."""
-    first, step = received.report.share
-    expected = zip(attempt.names[first::step], checksums[first::step], received.checksums, strict=True)
-    different = [name for name, staged, read in expected if staged != read]
-    if different:
-        raise VerlServerError(
-            f"{label} read {len(different)} tensors that differ from what was staged, {different[0]!r} first: "
-            "do not write to the staged tensors during an update"
-        )
-
-
-def _verify_coverage(label: str, received: ReceivedReport, is_whole: bool) -> None:
-    report = received.report
-    if report.num_unwritten and is_whole:
-        raise VerlServerError(
-            f"{label} did not write {report.num_unwritten} of its parameters in an update of the whole model, for "
-            f"example {report.unwritten[0]!r}: the update lacks their tensors, or the model class of the server "
-            "ignores them (verify=False skips this check)"
-        )
 
 
 # -- Commit -----------------------------------------------------------------------------------------
@@ -557,7 +547,11 @@ class StagedUpdater(WeightUpdater):
         node_leaders = range(0, len(contributions), len(contributions) // nnodes)
         validated = self.begin(contributions, names, options, node_leaders)
         assert sender is not None
-        ordered_names = self._layout.in_order(self._complete_modules(names, servers))
+        now_staged = StagedChecksums(self._arena.tensor, self._checksum)
+        completed = complete_modules(
+            names, servers.members, self.manifest, self._published_checksums, now_staged.values
+        )
+        ordered_names = self._layout.in_order(completed)
         values = staged_checksums.values(ordered_names) if validated.verify else []
         update = StagedUpdate(servers, sender, validated, ordered_names, values, self.manifest)
         try:
@@ -581,10 +575,6 @@ class StagedUpdater(WeightUpdater):
     @property
     def keeps_published(self) -> bool:
         return self._lacking.issubset(self._published_checksums)
-
-    def _complete_modules(self, names: list[str], servers: Servers) -> list[str]:
-        checksums = StagedChecksums(self._arena.tensor, self._checksum)
-        return complete_modules(names, servers.members, self.manifest, self._published_checksums, checksums.values)
 
     def _publish_and_resume(self, update: StagedUpdate) -> UpdateOutcome:
         """Record the checksums of the new weights, tell the servers' owner of the new version, and resume generation.

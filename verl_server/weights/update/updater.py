@@ -92,24 +92,8 @@ def leave_out_failed(servers: Servers, error: VerlServerError) -> bool:
     return bool(failed) and servers.leave_out(failed, error)
 
 
-def resume_published(servers: Servers, validated: ValidatedUpdate) -> VerlServerError | None:
-    """Continue generation after an update was published. Returns the error if that fails twice."""
-    error = _resume_twice(servers, f"after weight version {validated.weight_version}")
-    if error is not None:
-        error.message = (
-            f"weight version {validated.weight_version} is loaded and verified, but generation does not continue: "
-            f"{error.message}"
-        )
-    return error
-
-
-def resume_unchanged(servers: Servers) -> None:
-    """Continue generation after an update that has loaded nothing. Errors are logged: that of the update is raised."""
-    if error := _resume_twice(servers, "after an update that has loaded nothing"):
-        logger.error("generation does not continue: %s", error)
-
-
-def _resume_twice(servers: Servers, when: str) -> VerlServerError | None:
+def resume_twice(servers: Servers, when: str) -> VerlServerError | None:
+    """Continue generation. Returns the error if that fails twice."""
     try:
         servers.resume()
     except VerlServerError as first:
@@ -119,6 +103,12 @@ def _resume_twice(servers: Servers, when: str) -> VerlServerError | None:
         except VerlServerError as second:
             return second
     return None
+
+
+def resume_unchanged(servers: Servers) -> None:
+    """Continue generation after an update that has loaded nothing. Errors are logged: that of the update is raised."""
+    if error := resume_twice(servers, "after an update that has loaded nothing"):
+        logger.error("generation does not continue: %s", error)
 
 
 # -- Updater ----------------------------------------------------------------------------------------
@@ -382,7 +372,12 @@ class WeightUpdater(ABC):
 
         `paused_at`: time of `time.monotonic` at which generation was paused. Others: see `WeightUpdateResult`.
         """
-        resume_error = resume_published(self.servers, validated)
+        resume_error = resume_twice(self.servers, f"after weight version {validated.weight_version}")
+        if resume_error is not None:
+            resume_error.message = (
+                f"weight version {validated.weight_version} is loaded and verified, but generation does not continue: "
+                f"{resume_error.message}"
+            )
         result = WeightUpdateResult(
             weight_version=validated.weight_version,
             num_tensors=len(names),
