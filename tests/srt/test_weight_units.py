@@ -60,7 +60,7 @@ def writer_for(
         frozenset({0}),
         coordinator or RankCoordinator(0, 1, {}, 1.0),
         "update",
-        gather_timeout_s=1.0,
+        gather_timeout_s=20.0,
         check_finite=check_finite,
         writes_whole_tensors=True,
     )

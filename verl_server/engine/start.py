@@ -25,11 +25,11 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import Placement, is_loopback, known_machine_id, reachable_address, spans_machines
 from verl_server.server.environment import VISIBLE_DEVICES, SeenByRank, allowed_cores, gpus_needed, seen_by_server
 from verl_server.server.launch import PortReservation, join_host_port
-from verl_server.types import Json, TensorSpec, parse_weight_version
+from verl_server.types import Json, parse_weight_version
 from verl_server.validation import checked_value
 from verl_server.weights.arena import Arena, plan_arena
 from verl_server.weights.double_buffer.buffer import MAX_WRITERS, DoubleBuffer, plan_double_buffer, require_own_gpus
-from verl_server.weights.manifest import Manifest, checkpoint_names_of, read_manifest
+from verl_server.weights.manifest import MANIFEST, Manifest, checkpoint_names_of, read_manifest
 from verl_server.weights.transports import is_streamed, sender_class
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.options import Servers
@@ -108,9 +108,12 @@ class BackendSource:
             checked_value("fleet", self.fleet, RolloutFleet | None)
         except BadInputError as error:
             return error
-        given = [f"launch_server={self.launch_server}"] if self.launch_server is not None else []
-        given += [f"servers ({len(self.servers)} of them)"] if self.servers else []
-        given += ["fleet"] if self.fleet is not None else []
+        choices = {
+            f"launch_server={self.launch_server}": self.launch_server is not None,
+            f"servers ({len(self.servers)} of them)": bool(self.servers),
+            "fleet": self.fleet is not None,
+        }
+        given = [choice for choice, is_given in choices.items() if is_given]
         if nnodes > 1 and (self.servers or self.fleet is not None):
             return BadInputError(
                 f"nnodes={nnodes} is for a server that VerlEngine starts; use nnodes=1 with {given[-1]}",
@@ -303,23 +306,27 @@ WHOLE_MODULE_TRANSPORTS = ("shared_memory", "disk")
 
 def start_weight_updater(ranks: EngineRanks, server_args: Mapping[str, Any], config: WeightsConfig) -> WeightUpdater:
     """Agree on the model's tensors and on the transport, and create the staging memory. Called on all ranks."""
-    servers = ranks.servers
-    manifest = _agree_on_manifest(ranks.coordinator, servers, with_absolute_paths(server_args))
-    layout = plan_arena(manifest.tensors)
+    server_args = with_absolute_paths(server_args)
 
     def decide(_: list[Json]) -> Json:
-        """Rank 0 chooses the transport and reads the state of the servers."""
+        """Rank 0 asks the servers for their parameters and their state, and chooses the transport."""
+        servers = ranks.servers
         assert servers is not None
-        transport = _choose_transport(servers, ranks.placement.nnodes, config, layout.size_bytes)
-        released_memory = sorted(servers.released_memory)
+        manifest = read_manifest(server_args, servers.parameter_dtypes())
+        model_bytes = plan_arena(manifest.tensors).size_bytes
         reads_host_memory = any(member.fused_modules is not None for member in servers.members)
         return {
-            "transport": transport, "weight_version": servers.weight_version, "released_memory": released_memory,
+            "manifest": MANIFEST.dump_python(manifest, mode="json", exclude={"checkpoint_names"}),
+            "transport": _choose_transport(servers, ranks.placement.nnodes, config, model_bytes),
             "checksum": choose_algorithm(servers_read_host_memory=reads_host_memory),
-        }  # fmt: skip
+            "weight_version": servers.weight_version,
+            "released_memory": sorted(servers.released_memory),
+        }
 
-    decided = ranks.coordinator.agree(ranks.coordinator.next_call_id("transport"), decide, action_timeout_s=10.0)
+    decided = ranks.coordinator.agree(ranks.coordinator.next_call_id("weights"), decide, action_timeout_s=120.0)
     weight_version, transport = decided["weight_version"], decided["transport"]
+    names = checkpoint_names_of(server_args)
+    manifest = dataclasses.replace(MANIFEST.validate_python(decided["manifest"]), checkpoint_names=names)
     if is_streamed(transport):
         updater = _start_streamed(ranks, manifest, weight_version, config, transport)
     else:
@@ -359,16 +366,17 @@ def _choose_transport(servers: Servers, nnodes: int, config: WeightsConfig, mode
             f"weight transport {transport!r} does not support nnodes={nnodes}: do not set `transport` in WeightsConfig"
         )
     other = "" if needs_modules else ", or use WeightsConfig(transport='buckets') on one machine"
-    if limit is not None and model_bytes > limit and not is_streamed(transport):
-        raise BadInputError(
-            f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, more than "
-            f"max_staging_bytes={limit}; raise the limit{other}"
+    problem = None
+    if limit is not None and model_bytes > limit:
+        problem = f"more than max_staging_bytes={limit}; raise the limit"
+    elif model_bytes > available:
+        problem = (
+            f"but only {available} bytes are available on this machine or in this container; free memory or raise the "
+            "limit of the container"
         )
-    if model_bytes > available and not is_streamed(transport):
+    if problem is not None and not is_streamed(transport):
         raise BadInputError(
-            f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, but only "
-            f"{available} bytes are available on this machine or in this container; free memory or raise the limit of "
-            f"the container{other}"
+            f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, {problem}{other}"
         )
     return transport
 
@@ -494,29 +502,3 @@ def _map_on_all_ranks(
         mapped.close()
         mapped = None
     return mapped, everywhere
-
-
-def _agree_on_manifest(
-    coordinator: RankCoordinator, servers: Servers | None, server_args: Mapping[str, Any]
-) -> Manifest:
-    """The tensors that the model of rank 0's server arguments accepts, on all ranks. Rank 0 asks the servers."""
-
-    def describe(_: list[Json]) -> Json:
-        assert servers is not None
-        manifest = read_manifest(server_args, servers.parameter_dtypes())
-        tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
-        return {
-            "tensors": tensors, "optional": sorted(manifest.optional), "ignored": sorted(manifest.ignored),
-            "tied": manifest.tied, "narrowest": dict(manifest.narrowest),
-        }  # fmt: skip
-
-    wire = coordinator.agree(coordinator.next_call_id("manifest"), describe, action_timeout_s=120.0)
-    tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
-    return Manifest(
-        tensors,
-        frozenset(wire["optional"]),
-        frozenset(wire["ignored"]),
-        None if wire["tied"] is None else tuple(wire["tied"]),
-        wire["narrowest"],
-        checkpoint_names_of(server_args),
-    )

@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ConfigDict, TypeAdapter
+
 from verl_server.adapter.model_files import ALL_LINEAR, PREFIX, plain_lora_config
 from verl_server.errors import BadInputError, UnsupportedError, WeightManifestError
 from verl_server.platforms.server_report import FLOAT_DTYPES, served_dtypes, widest_dtype
@@ -303,6 +305,7 @@ class Manifest:
 
     unserved: frozenset[str] = frozenset()
     """Names in `tensors` that the servers' model class ignores, as an update of the whole model has shown."""
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     @cached_property
     def required(self) -> frozenset[str]:
@@ -422,6 +425,10 @@ class Manifest:
                 got=dtype,
             )
         return None if is_ignored else spec
+
+
+MANIFEST = TypeAdapter(Manifest)
+"""Converts a manifest to JSON and back, without `checkpoint_names`."""
 
 
 def _shape_cure(shape: tuple[int, ...], dtype: str) -> str:
