@@ -18,7 +18,7 @@ from verl_server.adapter.engine import get_engine
 from verl_server.adapter.server_engine import ServerEngine
 from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_launch_args, with_absolute_paths
 from verl_server.config import AdapterConfig, EngineKind, RemoteServer, WeightsConfig
-from verl_server.engine.servers import connect_servers, launch_one_server
+from verl_server.engine.servers import InProcessBackend, connect_servers, launch_one_server
 from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.platforms.limits import available_memory
 from verl_server.ranks.coordinator import RankCoordinator
@@ -188,8 +188,6 @@ def _make_backend(
     if source.servers:
         return connect_servers(source.servers, config, parse_weight_version(args["weight_version"]))
     if source.launch_server is False:
-        from verl_server.engine.inprocess import InProcessBackend
-
         return InProcessBackend(validate_launch_args(args))
     backend = launch_one_server(args, config, env, check_abort=lambda: group.failure)
     process = backend.adapter.process
