@@ -351,6 +351,11 @@ class Manifest:
         names = self._names_to_convert(name)
         return names is not None and names.is_converted(name, spec)
 
+    def checkpoint_parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The checkpoint's named tensors for the trainer's tensor `name`, in the order of `checkpoint_specs`."""
+        names = self._names_to_convert(name)
+        return [(name, tensor)] if names is None else names.tensors(name, tensor)
+
     def _names_to_convert(self, name: str) -> CheckpointNames | None:
         """The conversion for the trainer's tensor `name`. None for a name that checkpoints have."""
         return None if name in self.tensors or name in self.ignored else self.checkpoint_names

@@ -147,10 +147,11 @@ def shard_slices(
 
 
 def local_slices(tensor: DTensor, writer_ranks: frozenset[int]) -> tuple[slice, ...] | None:
-    """The part of the full tensor that this rank's shard is, or None if the tensor needs `full_tensor`.
+    """The part of the full tensor that this rank's shard is. None if the tensor needs `full_tensor`, or outside of its
+    mesh.
 
-    `writer_ranks`: global ranks that write the same staging memory. Returns None for a mesh that contains other ranks
-    than `writer_ranks`, and for placements other than Shard, Replicate and the `_StridedShard` of FSDP2 over TP.
+    `writer_ranks`: global ranks that write the same staging memory. A tensor needs `full_tensor` if its mesh contains
+    other ranks, and for placements other than Shard, Replicate and the `_StridedShard` of FSDP2 over TP.
     """
     return _own_slices(tensor) if writes_own_shards(tensor, writer_ranks) else None
 
@@ -680,12 +681,8 @@ class ShardWriter:
 
         On a rank outside of the mesh, `full_tensor` is an empty tensor.
         """
-        if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None:
-            return
-        is_gathered = self._manifest.is_converted(name, TensorSpec.of(tensor)) or not writes_own_shards(
-            tensor, self._writer_ranks
-        )
-        if self._writes_whole_tensors and is_gathered:
+        is_outside = isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
+        if is_outside and self._writes_whole_tensors and self._needs_gather(name, tensor):
             raise WeightManifestError(
                 f"{name!r} is a DTensor of a device mesh without this rank, which has to write the tensor: pass a "
                 "DTensor of a mesh with all ranks, or a plain tensor on rank 0",
@@ -702,22 +699,15 @@ class ShardWriter:
                 return False
             if self._manifest.is_converted(name, TensorSpec.of(tensor)):
                 return True
-        return local_slices(tensor, self._writer_ranks) is None
+        return not writes_own_shards(tensor, self._writer_ranks)
 
     def _write_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor that has been checked, as one or more tensors of the checkpoint."""
-        is_converted = self._manifest.is_converted(name, TensorSpec.of(tensor))
         if isinstance(tensor, DTensor):
             self.has_shards = True
             if self._needs_gather(name, tensor):
                 tensor = self._gather(name, tensor)
-        if is_converted:
-            assert self._manifest.checkpoint_names is not None
-            parts = self._manifest.checkpoint_names.tensors(name, tensor)
-        else:
-            (checkpoint_name,) = self._manifest.checkpoint_specs(name, TensorSpec.of(tensor))
-            parts = [(checkpoint_name, tensor)]
-        for part_name, part in parts:
+        for part_name, part in self._manifest.checkpoint_parts(name, tensor):
             if part_name not in self._manifest.ignored:
                 self._write_checkpoint_tensor(part_name, part)
 
@@ -731,9 +721,7 @@ class ShardWriter:
                 copied = self._copies.copy(target, tensor.detach())
                 if self._checksums is not None:
                     self._checksums.add(name, copied)
-        elif is_first_replica(tensor):
-            slices = local_slices(tensor, self._writer_ranks)
-            assert slices is not None
+        elif (slices := local_slices(tensor, self._writer_ranks)) is not None and is_first_replica(tensor):
             self._copies.copy(target[slices], tensor.to_local().detach())
 
     def gather_on_cpu(self, named_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
