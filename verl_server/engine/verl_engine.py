@@ -35,8 +35,7 @@ from verl_server.ranks.placement import compute_placement
 from verl_server.ranks.shared_meshes import engine_ended, engine_started
 from verl_server.threads import call_in_thread
 from verl_server.types import Json, WeightUpdateResult
-from verl_server.validation import check_arguments, is_list, is_whole_number, to_plain
-from verl_server.weights.manifest import fused_with
+from verl_server.validation import check_arguments, is_list, to_plain
 from verl_server.weights.update.options import Servers, UpdateOptions
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
@@ -229,19 +228,16 @@ class LoraAdapters:
     def __init__(self, server_args: Mapping[str, Any]) -> None:
         """`server_args`: SGLang's arguments of the servers, as far as the caller knows them."""
         self._names = set(lora_paths_by_name(server_args.get("lora_paths")))
-        self._max_rank = server_args.get("max_lora_rank")
-        self._targets = server_args.get("lora_target_modules")
 
     def load(self, backend: Servers, name: str, tensors: Mapping[str, torch.Tensor], config: Json) -> None:
         """Load a LoRA adapter. A LoRA adapter of the same name is removed first, when no request uses it any more.
 
         This includes a LoRA adapter that the servers loaded when they started. When the load fails, no LoRA adapter has
         the name, and requests for it are refused. Raises BadInputError, and removes nothing, for a name that is no
-        string or is empty, and for a LoRA adapter that is too large for the arguments of the servers.
+        string or is empty.
         """
         if not isinstance(name, str) or not name:
             raise BadInputError(f"the name of a LoRA adapter must be a string, and not empty; got {name!r}")
-        self._require_capacity(config)
         if name in self._names:
             self.unload(backend, name)
         backend.load_lora_adapter(name, tensors, config)
@@ -252,25 +248,6 @@ class LoraAdapters:
         self.require(backend, name)
         self._names.discard(name)
         backend.unload_lora_adapter(name)
-
-    def _require_capacity(self, config: Json) -> None:
-        """Raise BadInputError if the servers have no memory for the rank or a target module of a LoRA adapter."""
-        rank = config["r"]
-        if is_whole_number(self._max_rank) and rank > self._max_rank:
-            raise BadInputError(
-                f"the LoRA adapter has rank {rank}, but the servers were started with max_lora_rank={self._max_rank}",
-                argument="max_lora_rank",
-            )
-        targets = self._targets
-        if not isinstance(targets, (list, tuple, set, frozenset)) or "all" in targets:
-            return
-        served = {part for target in targets for part in fused_with(str(target).rpartition(".")[2])}
-        if unserved := sorted(set(config["target_modules"]) - served):
-            raise BadInputError(
-                f"the LoRA adapter has the target modules {unserved}, but the servers were started with "
-                f"lora_target_modules={sorted(targets)}",
-                argument="lora_target_modules",
-            )
 
     def require(self, backend: Servers, lora_path: Any) -> None:
         """Raise BadInputError unless a request's LoRA adapters are all loaded. `lora_path`: a name or a list.
@@ -309,7 +286,7 @@ class VerlEngine:
     same order and get equal results or errors: PeerError or ServerDiedError in all calls after a rank or server ended.
     """
 
-    @check_arguments(skip=("servers", "fleet"))
+    @check_arguments(skip=("device_mesh_cpu", "servers", "fleet"))
     def __init__(
         self,
         device_mesh_cpu: DeviceMesh,

@@ -15,7 +15,7 @@ import json
 import mmap
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -549,23 +549,18 @@ class BucketReader:
         while it takes those of the next. Raises DeadlineError, VerlServerError, and RuntimeError if tensors are kept
         longer.
         """
-        bucket = 0
-        previous: BucketLease | None = None
-        while self._wait_for_bucket(bucket):
-            rows = self._double_buffer.read_table(bucket % NUM_BUCKETS)
-            lease = BucketLease(self._double_buffer.buckets, bucket % NUM_BUCKETS, rows)
-            for name, tensor in lease.tensors():
-                yield name, tensor
-                del tensor
-                if previous is not None and previous.try_reclaim():
-                    self._progress.set_emptied(self._index, bucket)
-                    previous = None
-            if previous is not None:
-                previous.reclaim()
-                self._progress.set_emptied(self._index, bucket)
-            previous, bucket = lease, bucket + 1
+        num_read = 0
+
+        def leases() -> Iterator[BucketLease]:
+            nonlocal num_read
+            while self._wait_for_bucket(num_read):
+                bucket = num_read % NUM_BUCKETS
+                yield BucketLease(self._double_buffer.buckets, bucket, self._double_buffer.read_table(bucket))
+                num_read += 1
+
+        yield from leased_tensors(leases(), lambda num_free: self._progress.set_emptied(self._index, num_free))
         self._double_buffer.buckets.synchronize()
-        self._progress.set_emptied(self._index, bucket)
+        self._progress.set_emptied(self._index, num_read)
 
     def _wait_for_bucket(self, bucket: int) -> bool:
         """Wait until a bucket is filled, or the update is known to end before it. Returns whether the bucket exists."""
@@ -621,6 +616,28 @@ class BucketLease:
                     "use the transport shared_memory or distributed"
                 )
             time.sleep(POLL_INTERVAL_S)
+
+
+def leased_tensors(
+    leases: Iterable[BucketLease], reclaimed: Callable[[int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The named tensors of buckets, one bucket after the other.
+
+    `reclaimed(n)` is called when no tensor of the first n buckets is in use: at the latest when the caller has taken
+    all tensors of the bucket after them. Raises RuntimeError if the caller keeps tensors longer.
+    """
+    previous: BucketLease | None = None
+    for number, lease in enumerate(leases):
+        for name, tensor in lease.tensors():
+            yield name, tensor
+            del tensor
+            if previous is not None and previous.try_reclaim():
+                previous = None
+                reclaimed(number)
+        if previous is not None:
+            previous.reclaim()
+            reclaimed(number)
+        previous = lease
 
 
 # -- Writer -----------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from verl_server.errors import (
     WeightManifestError,
 )
 from verl_server.types import Json, ServerInfo, WeightUpdateResult
-from verl_server.weights.arena import Arena, Layout, ReceivedReport
+from verl_server.weights.arena import Arena, Layout, ReceivedReport, Report
 from verl_server.weights.device import StagingCopies, accelerator, as_current
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import ReceivingRank, Sender, UpdateAttempt, receiving_ranks
@@ -87,13 +87,15 @@ def verify_reports(
     """
     servers = {rank.label: rank.server for rank in receiving_ranks(attempt.members)}
     errors: dict[str, VerlServerError] = {}
+    by_server = defaultdict[str, dict[str, Report]](dict)
     for label, received in reports.items():
         try:
-            _verify_report(label, received, attempt, checksums, is_whole=is_whole)
+            report = _verified_report(label, received, attempt, checksums, is_whole=is_whole)
+            by_server[servers.get(label, "")][label] = report
         except VerlServerError as error:
             errors[label] = error
     if attempt.verify and not errors:
-        errors = _unverified_servers(reports, servers) or _servers_with_unread(reports, servers, optional, is_whole)
+        errors = _unverified_servers(by_server.values()) or _servers_with_unread(by_server.values(), optional, is_whole)
     if errors:
         first = next(iter(errors.values()))
         first.details["servers"] = sorted({servers[label] for label in errors if label in servers})
@@ -123,9 +125,10 @@ def first_error(errors: Sequence[VerlServerError]) -> VerlServerError:
     return errors[0]
 
 
-def _verify_report(
+def _verified_report(
     label: str, received: ReceivedReport | None, attempt: UpdateAttempt, checksums: Sequence[int], *, is_whole: bool
-) -> None:
+) -> Report:
+    """The report of one TP rank. Raises VerlServerError if it is missing or bad."""
     if received is None:
         raise VerlServerError(
             f"{label} did not report on the update: it could not reach the staged weights. See the server's log"
@@ -136,7 +139,7 @@ def _verify_report(
     if report.num_tensors != len(attempt.names):
         raise VerlServerError(f"{label} took {report.num_tensors} of the update's {len(attempt.names)} tensors")
     if not attempt.verify:
-        return
+        return report
     first, step = report.share
     expected = zip(attempt.names[first::step], checksums[first::step], received.checksums, strict=True)
     if different := [name for name, staged, read in expected if staged != read]:
@@ -151,38 +154,29 @@ def _verify_report(
             "ignores them (verify=False skips this check)"
         )
 
+    return report
 
-def _unverified_servers(
-    reports: Mapping[str, ReceivedReport | None], servers: Mapping[str, str]
-) -> dict[str, VerlServerError]:
+
+def _unverified_servers(by_server: Iterable[Mapping[str, Report]]) -> dict[str, VerlServerError]:
     """An error for each server whose TP ranks have not verified all tensors together."""
-    shares: dict[str, dict[str, tuple[int, int]]] = {}
-    for label, received in reports.items():
-        assert received is not None
-        shares.setdefault(servers.get(label, ""), {})[label] = received.report.share
-    return {
-        label: VerlServerError(f"{label} and the other TP ranks of its server have not verified all tensors together")
-        for server_shares in shares.values()
-        if not shares_are_complete([*server_shares.values()])
-        for label in [next(iter(server_shares))]
-    }
+    errors: dict[str, VerlServerError] = {}
+    for reports in by_server:
+        if not shares_are_complete([report.share for report in reports.values()]):
+            label = next(iter(reports))
+            errors[label] = VerlServerError(
+                f"{label} and the other TP ranks of its server have not verified all tensors together"
+            )
+    return errors
 
 
 def _servers_with_unread(
-    reports: Mapping[str, ReceivedReport | None],
-    servers: Mapping[str, str],
-    optional: Collection[str],
-    is_whole: bool,
+    by_server: Iterable[Mapping[str, Report]], optional: Collection[str], is_whole: bool
 ) -> dict[str, VerlServerError]:
     """An error for each server of which no TP rank has read some tensors that are not `optional`."""
-    unread: dict[str, tuple[str, set[str]]] = {}
-    for label, received in reports.items():
-        assert received is not None
-        unread.setdefault(servers.get(label, ""), (label, set(received.report.unread)))[1].intersection_update(
-            received.report.unread
-        )
     errors: dict[str, VerlServerError] = {}
-    for label, names in unread.values():
+    for reports in by_server:
+        label = next(iter(reports))
+        names = set[str].intersection(*(set(report.unread) for report in reports.values()))
         if skipped := sorted(names.intersection(optional)):
             logger.info("%s does not use %d pushed tensors, for example %s", label, len(skipped), skipped[0])
         if ignored := sorted(names.difference(optional)):
