@@ -147,13 +147,10 @@ class RankGeneration:
 
     def stream(self, request: Json) -> Iterator[Json]:
         """The growing replies to one prompt, on all ranks: rank 0 sends each event of the backend to the others."""
-        return self._stream(request, self._get_refusal())
-
-    def _stream(self, request: Json, refusal: VerlServerError | None) -> Iterator[Json]:
         group, call = self._group, self._group.next_call_id("stream")
         events = group.open_stream(call)
         try:
-            group.agree(call, require_same_request, contribution=digest_of(request), error=refusal)
+            group.agree(call, require_same_request, contribution=digest_of(request), error=self._get_refusal())
             if group.rank == 0:
                 with _end_of_stream(group, call):
                     for event in self._backend_for(request).generate_stream(**request):
@@ -166,11 +163,8 @@ class RankGeneration:
         finally:
             group.close_stream(call)
 
-    def async_stream(self, request: Json) -> AsyncIterator[Json]:
+    async def async_stream(self, request: Json) -> AsyncIterator[Json]:
         """`stream` for an event loop."""
-        return self._async_stream(request, self._get_refusal())
-
-    async def _async_stream(self, request: Json, refusal: VerlServerError | None) -> AsyncIterator[Json]:
         group, call = self._group, self._group.next_call_id("async_stream")
         events = group.open_stream(call)
 
@@ -178,7 +172,7 @@ class RankGeneration:
             require_same_request(contributions)
 
         try:
-            await group.agree_async(call, act, contribution=digest_of(request), error=refusal)
+            await group.agree_async(call, act, contribution=digest_of(request), error=self._get_refusal())
             if group.rank == 0:
                 with _end_of_stream(group, call):
                     backend = await self._async_backend_for(request)
