@@ -1,4 +1,4 @@
-"""Weights through a double buffer: staging memory smaller than the model, filled while the server loads."""
+"""Weights through a pair of buckets: staging memory smaller than the model, filled while the server loads."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import ServerInfo, TensorSpec
+from verl_server.weights import buckets as buckets_module
 from verl_server.weights.arena import tensor_bytes
-from verl_server.weights.device import copies_on
-from verl_server.weights.double_buffer import buffer
-from verl_server.weights.double_buffer.buffer import (
+from verl_server.weights.buckets import (
     NUM_BUCKETS,
     BucketReader,
+    Buckets,
     BucketWriter,
-    DoubleBuffer,
     ProgressCounters,
     find_device,
-    plan_double_buffer,
+    plan_buckets,
     require_own_gpus,
 )
+from verl_server.weights.device import copies_on
 from verl_server.weights.manifest import read_manifest
 from verl_server.weights.update.options import UpdateOptions, ValidatedUpdate
-from verl_server.weights.update.streamed import DoubleBuffers, OpenedUpdate, StreamedUpdater
+from verl_server.weights.update.streamed import OpenedUpdate, RankBuckets, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks
 
 STAGING = 3 << 17
@@ -93,12 +93,12 @@ def test_readers_get_what_writers_wrote_whoever_is_faster(
         name: torch.randint(0, 100, spec.shape, generator=generator).to(getattr(torch, spec.dtype))
         for name, spec in specs.items()
     }
-    layout = plan_double_buffer(specs, None, in_host_memory=True)
-    double_buffer = DoubleBuffer.create(layout)
-    other = DoubleBuffer.open(double_buffer.location, layout)
+    layout = plan_buckets(specs, None, in_host_memory=True)
+    buckets = Buckets.create(layout)
+    other = Buckets.open(buckets.location, layout)
 
     def write(index: int) -> None:
-        writer = BucketWriter(double_buffer, number, index, index == 0, range(readers), peers_are_alive)
+        writer = BucketWriter(buckets, number, index, index == 0, range(readers), peers_are_alive)
         for name, spec in specs.items():
             rows = writer.reserve(name, spec, deadline()).reshape(-1)[index::writers]
             rows.copy_(values[name].reshape(-1)[index::writers])
@@ -117,7 +117,7 @@ def test_readers_get_what_writers_wrote_whoever_is_faster(
             assert [name for name, _ in found] == list(specs)
             assert all(torch.equal(tensor, values[name]) for name, tensor in found)
     other.close()
-    double_buffer.close()
+    buckets.close()
 
 
 @given(SPECS, st.integers(1, 100))
@@ -125,7 +125,7 @@ def test_staging_keeps_its_limit(given_specs: list[Any], pages: int) -> None:
     specs = {f"t{i}": TensorSpec(shape, dtype) for i, (shape, dtype) in enumerate(given_specs)}
     limit = pages * 4096
     try:
-        layout = plan_double_buffer(specs, limit, in_host_memory=True)
+        layout = plan_buckets(specs, limit, in_host_memory=True)
     except BadInputError:
         assert NUM_BUCKETS * max(tensor_bytes(spec) for spec in specs.values()) > limit - NUM_BUCKETS * 4096
     else:
@@ -139,32 +139,32 @@ class WriterThread:
     def __init__(self, tensors: int = 30, tensors_per_bucket: int = 5) -> None:
         self.specs = {f"t{i}": TensorSpec((1024,), "float32") for i in range(tensors)}
         limit = NUM_BUCKETS * tensors_per_bucket * 4096
-        self.double_buffer = DoubleBuffer.create(plan_double_buffer(self.specs, limit, in_host_memory=True))
+        self.buckets = Buckets.create(plan_buckets(self.specs, limit, in_host_memory=True))
         self._thread = threading.Thread(target=self._write)
         self._thread.start()
 
     def _write(self) -> None:
-        writer = BucketWriter(self.double_buffer, 1, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
+        writer = BucketWriter(self.buckets, 1, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
         with contextlib.suppress(VerlServerError):  # the reader of a test may fail
             for i, (name, spec) in enumerate(self.specs.items()):
                 writer.reserve(name, spec, deadline()).fill_(i)
             writer.finish()
 
     def reader(self) -> BucketReader:
-        return BucketReader(self.double_buffer, 1, 0, 1, peers_are_alive, deadline())
+        return BucketReader(self.buckets, 1, 0, 1, peers_are_alive, deadline())
 
     def join(self) -> None:
         self._thread.join(20.0)
         assert not self._thread.is_alive()
-        self.double_buffer.close()
+        self.buckets.close()
 
 
 def test_a_reader_that_looks_while_the_writer_finishes_reads_no_bucket_twice() -> None:
     """The writer finishes between the two things that the reader looks at: the total, and the count of the writer."""
     specs = {"t": TensorSpec((1024,), "float32")}
-    double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
-    writer = BucketWriter(double_buffer, 1, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
-    reader = BucketReader(double_buffer, 1, 0, 1, peers_are_alive, deadline())
+    buckets = Buckets.create(plan_buckets(specs, None, in_host_memory=True))
+    writer = BucketWriter(buckets, 1, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
+    reader = BucketReader(buckets, 1, 0, 1, peers_are_alive, deadline())
 
     class FinishesMeanwhile(ProgressCounters):
         @property
@@ -174,14 +174,14 @@ def test_a_reader_that_looks_while_the_writer_finishes_reads_no_bucket_twice() -
                 writer.finish()
             return total
 
-    reader._progress = FinishesMeanwhile(double_buffer._memory, double_buffer.layout, 1)
+    reader._progress = FinishesMeanwhile(buckets._mapping, buckets.layout, 1)
     writer.reserve("t", specs["t"], deadline()).fill_(1)
     writer._publish_bucket()
     taken: list[str] = []
     for name, _ in reader.tensors():
         taken.append(name)
         del _
-    double_buffer.close()
+    buckets.close()
     assert taken == ["t"]
 
 
@@ -214,11 +214,11 @@ def test_a_model_may_load_in_threads() -> None:
 
 
 def test_a_model_that_keeps_everything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer, "RECLAIM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(buckets_module, "RECLAIM_TIMEOUT_S", 0.2)
     writer_thread = WriterThread()
     with pytest.raises(RuntimeError, match="keeps tensors while it loads many others"):
         list(tensor[3:9] for _, tensor in writer_thread.reader().tensors())
-    writer_thread.double_buffer.progress(1).fail("the reader failed")
+    writer_thread.buckets.progress(1).fail("the reader failed")
     writer_thread.join()
 
 
@@ -232,7 +232,7 @@ class AcceleratorTensor(torch.Tensor):
 
 def test_a_bucket_on_an_accelerator_may_hold_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable of the model's loop holds a tensor until the next one is there. Only then its bucket is free."""
-    monkeypatch.setattr(buffer, "RECLAIM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(buckets_module, "RECLAIM_TIMEOUT_S", 0.2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Stream=lambda device: None))
     writer_thread = WriterThread(tensors=4, tensors_per_bucket=1)
 
@@ -248,15 +248,15 @@ def test_a_bucket_on_an_accelerator_may_hold_one_tensor(monkeypatch: pytest.Monk
         del loaded
         assert found == [0.0, 1.0, 2.0, 3.0]
     finally:
-        writer_thread.double_buffer.progress(1).fail("the reader has ended")
+        writer_thread.buckets.progress(1).fail("the reader has ended")
         writer_thread.join()
 
 
 def test_rank_0_opens_the_staging_memory_of_all_trainer_ranks() -> None:
     """A rank on another machine is an error of this library: after it, generation continues."""
-    layout = plan_double_buffer({"t": TensorSpec((1024,), "float32")}, None, in_host_memory=True)
-    mine, gone = DoubleBuffer.create(layout), DoubleBuffer.create(layout)
-    buffers = DoubleBuffers("cuda_ipc", layout, [{"location": one.location} for one in (mine, gone)], 1, 20.0)
+    layout = plan_buckets({"t": TensorSpec((1024,), "float32")}, None, in_host_memory=True)
+    mine, gone = Buckets.create(layout), Buckets.create(layout)
+    buffers = RankBuckets("cuda_ipc", layout, [{"location": one.location} for one in (mine, gone)], 1, 20.0)
     gone.close()
     validated = ValidatedUpdate(1, verify=True, pause_mode=PauseMode.RETRACT, flush_cache=True)
     opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 2)])
@@ -270,18 +270,18 @@ def test_rank_0_opens_the_staging_memory_of_all_trainer_ranks() -> None:
 
 def test_waiting_ends_when_the_other_side_fails_or_misses_the_deadline() -> None:
     specs = {"t": TensorSpec((1024,), "float32")}
-    double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
+    buckets = Buckets.create(plan_buckets(specs, None, in_host_memory=True))
     with pytest.raises(VerlServerError, match="bucket 0 was not filled by the trainer in time"):
-        next(BucketReader(double_buffer, 1, 0, 1, peers_are_alive, time.monotonic() + 0.05).tensors())
-    double_buffer.progress(1).fail("é" * 5000)
+        next(BucketReader(buckets, 1, 0, 1, peers_are_alive, time.monotonic() + 0.05).tensors())
+    buckets.progress(1).fail("é" * 5000)
     with pytest.raises(VerlServerError, match="éééé"):
-        next(BucketReader(double_buffer, 1, 0, 1, peers_are_alive, deadline()).tensors())
-    writer = BucketWriter(double_buffer, 2, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
+        next(BucketReader(buckets, 1, 0, 1, peers_are_alive, deadline()).tensors())
+    writer = BucketWriter(buckets, 2, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
     for _ in range(NUM_BUCKETS):
         writer.reserve("t", specs["t"], deadline())
     with pytest.raises(VerlServerError, match="bucket 2 was not emptied"):
         writer.reserve("t", specs["t"], time.monotonic() + 0.05)
-    double_buffer.close()
+    buckets.close()
 
 
 def test_the_gpu_of_a_bucket_is_found_by_its_uuid() -> None:
@@ -303,9 +303,9 @@ def test_two_ranks_with_one_current_gpu_are_refused() -> None:
 def test_gpu_buckets_without_a_gpu_are_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    layout = plan_double_buffer({"t": TensorSpec((4,), "float32")}, None, in_host_memory=False)
+    layout = plan_buckets({"t": TensorSpec((4,), "float32")}, None, in_host_memory=False)
     with pytest.raises(UnsupportedError, match="'cuda_ipc' needs an NVIDIA GPU"):
-        DoubleBuffer.create(layout)
+        Buckets.create(layout)
 
 
 # -- a real server -----------------------------------------------------------------------------------
@@ -378,18 +378,21 @@ def test_a_server_that_cannot_open_the_buckets_keeps_its_weights(
         engine.update_weights_from_tensor(model.state_dict().items())
         old = assert_equals_reference(engine, model)
         manifest = read_manifest({"model_path": folder, "dtype": "float32"})
-        double_buffer = DoubleBuffer.create(plan_double_buffer(manifest.tensors, None, in_host_memory=True))
-        description = {"location": double_buffer.location, "ipc_handle": "", "device_uuid": "GPU-a"}
-        layout = replace(double_buffer.layout, in_host_memory=False)
+        buckets = Buckets.create(plan_buckets(manifest.tensors, None, in_host_memory=True))
+        description = {"location": buckets.location, "ipc_handle": "", "device_uuid": "GPU-a"}
+        layout = replace(buckets.layout, in_host_memory=False)
         servers = connect_servers([remote_server_of(server)], AdapterConfig(), weight_version=1)
         ranks = EngineRanks(
             RankCoordinator(0, 1, {}, 20.0), compute_placement(0, 1, 1, {}), frozenset({0}), servers, 20.0
         )
-        buffers = DoubleBuffers("cuda_ipc", layout, [description], 1, 20.0, double_buffer, is_lead_writer=True)
+        buffers = RankBuckets("cuda_ipc", layout, [description], 1, 20.0, buckets, is_lead_writer=True)
         updater = StreamedUpdater(ranks, manifest, servers.weight_version, buffers, frozenset({0}))
         change_weights(model, seed=9)
         options = UpdateOptions(None, True, False, PauseMode.RETRACT, True)
-        with pytest.raises(UnsupportedError, match=r"cannot open the staging memory .* needs an NVIDIA GPU"):
+        with pytest.raises(
+            UnsupportedError,
+            match=r"cannot open the staging memory .* GPU-a, which this server does",
+        ):
             updater.update(model.state_dict().items(), None, options)
         assert updater.find_torn() is None
         updater.close()

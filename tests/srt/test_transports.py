@@ -258,7 +258,7 @@ def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
             settings.arena.close()
 
     for transport in ALL_TRANSPORTS:
-        if is_streamed(transport):  # the message contains the layout of the double buffers, which is a few numbers
+        if is_streamed(transport):  # the message contains the layout of the buckets, which is a few numbers
             continue
         assert abs(message_length(10_000, transport) - message_length(10, transport)) < 32
 
@@ -461,8 +461,8 @@ def test_generation_continues_after_any_exception_before_the_load(
         updater.close()
 
 
-@pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "double buffer"])
-def test_generation_continues_when_the_double_buffers_cannot_be_opened(
+@pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "buckets"])
+def test_generation_continues_when_the_bucketss_cannot_be_opened(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"a": 4}

@@ -261,9 +261,9 @@ def test_every_mapping_is_accepted(kind: Any) -> None:
     assert torch.equal(writer.gather_on_cpu(given)["x"], torch.ones(2))
 
 
-def test_an_array_of_numpy_is_refused_with_the_cure() -> None:
+def test_an_array_of_numpy_is_refused() -> None:
     pairs: Any = [("x", np.zeros(2))]
-    with pytest.raises(errors.BadInputError, match=r"'x' is no tensor but ndarray: convert it with torch\.from_numpy"):
+    with pytest.raises(errors.BadInputError, match="'x' is no tensor but ndarray"):
         TensorSource(pairs, Manifest({}), check_finite=False)
 
 

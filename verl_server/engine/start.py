@@ -28,13 +28,13 @@ from verl_server.server.launch import PortReservation, join_host_port
 from verl_server.types import Json, parse_weight_version
 from verl_server.validation import checked_value
 from verl_server.weights.arena import Arena, plan_arena
-from verl_server.weights.double_buffer.buffer import MAX_WRITERS, DoubleBuffer, plan_double_buffer, require_own_gpus
+from verl_server.weights.buckets import MAX_WRITERS, Buckets, plan_buckets, require_own_gpus
 from verl_server.weights.manifest import MANIFEST, Manifest, checkpoint_names_of, read_manifest
 from verl_server.weights.transports import is_streamed, sender_class
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.options import Servers
 from verl_server.weights.update.staged import StagedUpdater
-from verl_server.weights.update.streamed import DoubleBuffers, StreamedUpdater
+from verl_server.weights.update.streamed import RankBuckets, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 from verl_server.weights.verification import choose_algorithm
 
@@ -295,7 +295,7 @@ def _agree_on_server_args(
 
 # -- Start updater ----------------------------------------------------------------------------------
 
-M = TypeVar("M", Arena, DoubleBuffer)
+M = TypeVar("M", Arena, Buckets)
 
 
 WHOLE_MODULE_TRANSPORTS = ("shared_memory", "disk")
@@ -421,27 +421,27 @@ def _start_streamed(
     config: WeightsConfig,
     transport: str,
 ) -> WeightUpdater:
-    """Create one double buffer that all ranks write, or, when the buckets lie on GPUs, one on each rank's GPU."""
+    """Create one pair of buckets that all ranks write, or, when the buckets lie on GPUs, one on each rank's GPU."""
     coordinator, in_host_memory = ranks.coordinator, transport != "cuda_ipc"
-    layout = plan_double_buffer(manifest.tensors, config.max_staging_bytes, in_host_memory)
+    layout = plan_buckets(manifest.tensors, config.max_staging_bytes, in_host_memory)
     is_lead_writer = coordinator.rank == 0 or not in_host_memory
     if coordinator.size > MAX_WRITERS:
         raise UnsupportedError(
-            f"{coordinator.size} trainer ranks are more than the {MAX_WRITERS} that can write one buffer"
+            f"{coordinator.size} trainer ranks are more than the {MAX_WRITERS} that can write one pair of buckets"
         )
-    own: DoubleBuffer | None = None
+    own: Buckets | None = None
     description: Json | None = None
     failure: VerlServerError | None = None
     try:
         if is_lead_writer:
-            own = DoubleBuffer.create(layout)
+            own = Buckets.create(layout)
             description = own.description()
     except VerlServerError as error:
         failure = error
     except Exception as error:  # noqa: BLE001 - all ranks must raise it
         failure = VerlServerError(f"the staging memory cannot be created: {type(error).__name__}: {error}")
     try:
-        descriptions = _gather_values(coordinator, "double_buffer", description, failure)
+        descriptions = _gather_values(coordinator, "buckets", description, failure)
         if not in_host_memory:
             require_own_gpus(descriptions)
     except BaseException:
@@ -451,10 +451,8 @@ def _start_streamed(
     logger.info("weights go by %s, through %.1f MB of memory", transport, len(descriptions) * layout.size_bytes / 1e6)
     shared = False
     if in_host_memory:
-        own, shared = _map_on_all_ranks(
-            coordinator, own, lambda: DoubleBuffer.open(descriptions[0]["location"], layout)
-        )
-    buffers = DoubleBuffers(
+        own, shared = _map_on_all_ranks(coordinator, own, lambda: Buckets.open(descriptions[0]["location"], layout))
+    buckets = RankBuckets(
         transport,
         layout,
         descriptions,
@@ -466,7 +464,7 @@ def _start_streamed(
         own_index=0 if in_host_memory else coordinator.rank,
     )
     writer_ranks = ranks.global_ranks if shared or coordinator.size == 1 else frozenset()
-    return StreamedUpdater(ranks, manifest, weight_version, buffers, writer_ranks)
+    return StreamedUpdater(ranks, manifest, weight_version, buckets, writer_ranks)
 
 
 def _gather_values(

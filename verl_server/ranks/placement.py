@@ -13,7 +13,6 @@ from verl_server.errors import BadInputError
 from verl_server.validation import require_whole_number
 
 # -- Machine ----------------------------------------------------------------------------------------
-# Identity and network address of this machine.
 
 ROUTED_PEERS = ("192.0.2.1", "2001:db8::1")
 """Addresses of documentation networks (RFC 5737, RFC 3849): the route to them is the default route of the machine."""

@@ -38,7 +38,7 @@ from verl_server.weights.device import PinnedMemory
 
 REPORT_BYTES = 16384
 MAX_TP_RANKS = 64
-"""Maximum number of TP ranks, of all servers together, that one arena or double buffer serves."""
+"""Maximum number of TP ranks, of all servers together, that one arena or one pair of buckets serves."""
 TABLE_OFFSET = REPORT_BYTES * MAX_TP_RANKS
 ALIGNMENT = 64
 PAGE_BYTES = 4096

@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 
 # -- Loading ----------------------------------------------------------------------------------------
-# Copies of received tensors on the accelerator of a TP rank, from which a model loads them.
 
 
 def copies_on(device: torch.device, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:

@@ -103,6 +103,8 @@ class Sender(ABC):
         self.arena, self.layout = settings.arena, settings.layout
         self.opened_members: Sequence[ServerInfo] = ()
         """The servers whose TP ranks have opened what the transport needs, see `Receiver.open_only`."""
+        self.sent_bytes = 0
+        """Number of tensor bytes that the last update wrote to a network or a file."""
 
     def prepare(self, attempt: UpdateAttempt) -> None:
         """Do what can be done before generation is paused. Raises VerlServerError; then nothing has changed."""
@@ -135,11 +137,6 @@ class Sender(ABC):
     def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
         """Release what `prepare` made. Called at the end of every attempt."""
         return
-
-    @property
-    def sent_bytes(self) -> int:
-        """Number of tensor bytes that the last update wrote to a network or a file."""
-        return 0
 
     def close(self) -> None:
         """Release everything. Safe to call twice."""

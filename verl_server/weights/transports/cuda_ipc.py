@@ -1,6 +1,6 @@
-"""Transport for a trainer and servers on the GPUs of one machine: each trainer rank has a double buffer on its GPU.
+"""Transport for a trainer and servers on the GPUs of one machine: each trainer rank has a pair of buckets on its GPU.
 
-The server's TP rank i reads the double buffer of trainer rank i (modulo the number of trainer ranks). With equal
+The server's TP rank i reads the buckets of trainer rank i (modulo the number of trainer ranks). With equal
 placements no byte leaves its GPU. IPC handles are opened once. Everything except the memory of the buckets is the same
 as in the transport `buckets`. This transport has not been run on a GPU yet.
 """

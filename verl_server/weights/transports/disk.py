@@ -41,11 +41,6 @@ class Sender(base.Sender):
                 "weight transport 'disk' needs WeightsConfig(folder=...): a folder that trainer and servers share"
             )
         self._folder = Path(settings.folder).absolute()
-        self._sent_bytes = 0
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._sent_bytes
 
     def _path(self, attempt: UpdateAttempt) -> Path:
         return self._folder / f"update-{attempt.id}.safetensors"
@@ -57,7 +52,7 @@ class Sender(base.Sender):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with incomplete.open("wb") as file:
-                self._sent_bytes = self._write(file, attempt)
+                self.sent_bytes = self._write(file, attempt)
                 file.flush()
                 os.fsync(file.fileno())
             incomplete.rename(path)

@@ -503,12 +503,6 @@ class Sender(base.Sender):
         self.group_name = ""
         """Name of the group. It begins the group's keys in the store."""
         self._table_key = ""
-        self.num_sent_bytes = 0
-        """Number of bytes that the current update has broadcast."""
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.num_sent_bytes
 
     def prepare(self, attempt: UpdateAttempt) -> None:
         """Put the table into the store. Abandons the group if the members have changed since the last update."""
@@ -538,7 +532,7 @@ class Sender(base.Sender):
         }
 
     def deliver(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
-        self.num_sent_bytes = 0
+        self.sent_bytes = 0
         try:
             if self.group is None:
                 placement = wait_for_receivers(self.store, self.group_name, attempt.num_receivers, is_loading)
@@ -569,7 +563,7 @@ class Sender(base.Sender):
     def broadcast(self, memory: memoryview) -> None:
         """Broadcast one part of the bytes, and wait until the broadcast is finished."""
         broadcast_memory(self.group, memory, self.settings.timeout_s)
-        self.num_sent_bytes += len(memory)
+        self.sent_bytes += len(memory)
 
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
         key = report_key(self.group_name, attempt.id, receiver)

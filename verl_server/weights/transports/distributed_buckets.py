@@ -18,7 +18,7 @@ import torch
 from verl_server.ranks.placement import own_address
 from verl_server.types import Json
 from verl_server.weights.arena import PAGE_BYTES, Report, byte_ranges_of, round_up, tensor_bytes
-from verl_server.weights.double_buffer.buffer import (
+from verl_server.weights.buckets import (
     DEFAULT_BUCKET_BYTES,
     NUM_BUCKETS,
     BucketLease,
@@ -82,7 +82,7 @@ class Sender(distributed.Sender):
         for start, stop, _ in group_whole_tensors(tensor_ranges, bucket_bytes):
             work = start_broadcast(self.group, self._copy_to_device(start, stop), self.settings.timeout_s)
             wait_for_work(work, deadline, self.settings.timeout_s, is_loading)
-            self.num_sent_bytes += stop - start
+            self.sent_bytes += stop - start
 
     def _copy_to_device(self, start: int, stop: int) -> torch.Tensor:
         if start == stop:  # empty tensors alone: `frombuffer` refuses empty memory

@@ -126,11 +126,6 @@ class UpdateOutcome:
         }
         return cls(**{**message, **made})
 
-    @property
-    def is_final(self) -> bool:
-        """Whether the update has ended."""
-        return self.result is not None or self.torn is not None
-
     def result_of_rank(self, gather_s: float) -> WeightUpdateResult:
         """The result of a published update on a rank that needed `gather_s`. Raises `resume_error`."""
         if self.resume_error is not None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 # -- Contributions ----------------------------------------------------------------------------------
-# The contribution of each trainer rank to an update: a digest of its tensor names, which rank 0 compares.
 
 
 def contribution_of(names: Sequence[str], has_shards: bool) -> Json:
@@ -81,7 +80,6 @@ def _require_equal(contributions: Sequence[Json], ranks: Iterable[int], what: st
 
 
 # -- Staged checksums -------------------------------------------------------------------------------
-# Checksums of the staged tensors of one update. Most of them are computed while the tensors are copied.
 
 
 class StagedChecksums:
@@ -468,11 +466,8 @@ def validated_pair(item: Any) -> tuple[str, torch.Tensor]:
         shown = type(item).__name__ if isinstance(item, torch.Tensor) else repr(item)[:100]
         raise BadInputError(f"{EXPECTED}; got the item {shown}")
     name, tensor = item
-    if not isinstance(tensor, torch.Tensor):
-        cure = ": convert it with torch.from_numpy" if type(tensor).__module__ == "numpy" else ""
-        if type(tensor).__name__ == "ShardedTensor":  # FSDP1's state dict
-            cure = ": gather it first (StateDictType.FULL_STATE_DICT), or use FSDP2, whose DTensors are read in shards"
-        raise BadInputError(f"{name!r} is no tensor but {type(tensor).__name__}{cure}", name=name)
+    if not isinstance(tensor, torch.Tensor):  # for example the ShardedTensor of FSDP1, or an array of numpy
+        raise BadInputError(f"{name!r} is no tensor but {type(tensor).__name__}", name=name)
     return name, tensor
 
 
@@ -547,7 +542,6 @@ def require_finite(name: str, tensor: torch.Tensor, smallest_dtype: str, check_f
 
 
 # -- Shard writer -----------------------------------------------------------------------------------
-# Writing one trainer rank's part of every tensor into staging memory, with a check of each tensor.
 
 POLL_INTERVAL_S = 0.02
 SLOW_GATHER_S = 1.0

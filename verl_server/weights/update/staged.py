@@ -66,7 +66,6 @@ logger = logging.getLogger(__name__)
 
 
 # -- Report checks ----------------------------------------------------------------------------------
-# Checks of the reports of TP ranks on an update: all have loaded all tensors, and have read what was staged.
 
 
 def verify_reports(
@@ -153,7 +152,6 @@ def _verified_report(
             f"example {report.unwritten[0]!r}: the update lacks their tensors, or the model class of the server "
             "ignores them (verify=False skips this check)"
         )
-
     return report
 
 
@@ -522,7 +520,7 @@ class StagedUpdater(WeightUpdater):
             action_timeout_s=4 * self.ranks.timeout_s,
         )
         outcome = UpdateOutcome.from_message(message)
-        if not outcome.is_final:
+        if outcome.result is None and outcome.torn is None:
             outcome = self._confirm_on_all_nodes(outcome, names, checksums, f"{call_id}/confirm")
         self.adopt(outcome)
         return outcome.result_of_rank(gather_s)

@@ -1,10 +1,10 @@
-"""Updates through double buffers: the servers load the first tensors while the ranks write the next ones.
+"""Updates through pairs of buckets: the servers load the first tensors while the ranks write the next ones.
 
     open      all ranks agree; rank 0 pauses the servers and begins the session; TP ranks that have not done it yet
-              open the double buffers; rank 0 starts the loaders
+              open the buckets; rank 0 starts the loaders
     fill      every rank writes its part of the tensors into the buckets
     end       rank 0 waits until the servers have loaded, and ends the session
-    verify    the leader of each double buffer checks the reports of its TP ranks
+    verify    the leader of each pair of buckets checks the reports of its TP ranks
     confirm   rank 0 publishes the version and resumes generation
 
 A failure after `open` leaves the weights torn: no copy of the tensors is kept for a second attempt.
@@ -25,16 +25,16 @@ from pydantic import TypeAdapter
 
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
-from verl_server.weights.device import StagingCopies, accelerator, as_current
-from verl_server.weights.double_buffer.buffer import (
+from verl_server.weights.buckets import (
     CHECKSUM_READER,
     NUM_BUCKETS,
     RECLAIM_TIMEOUT_S,
     BucketReader,
+    Buckets,
+    BucketsLayout,
     BucketWriter,
-    DoubleBuffer,
-    DoubleBufferLayout,
 )
+from verl_server.weights.device import StagingCopies, accelerator, as_current
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks, require_few_receivers
 from verl_server.weights.update.options import (
@@ -63,7 +63,6 @@ from verl_server.weights.update.updater import (
 from verl_server.weights.verification import Checksums, choose_algorithm
 
 # -- Server session ---------------------------------------------------------------------------------
-# The servers' side of a streamed update on trainer rank 0: pause, begin, load in the background, end, resume.
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class OpenedUpdate:
     validated: ValidatedUpdate
     update_id: str
     update_number: int
-    """Number of the update through the double buffers."""
+    """Number of the update through the buckets, from 1."""
     members: Sequence[ServerInfo]
     """The servers that load the update."""
 
@@ -88,7 +87,7 @@ _OPENED_UPDATE = TypeAdapter(OpenedUpdate)
 class ServerSession:
     """The weight update session of all servers during one streamed update.
 
-    Raises UnsupportedError if the servers have more TP ranks than a double buffer serves.
+    Raises UnsupportedError if the servers have more TP ranks than a pair of buckets serves.
     """
 
     def __init__(self, servers: Servers, opened: OpenedUpdate) -> None:
@@ -167,29 +166,29 @@ class ServerSession:
         return UpdateOutcome(self.opened.validated.weight_version, torn=torn)
 
 
-# -- Double buffers ---------------------------------------------------------------------------------
+# -- Buckets ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class DoubleBuffers:
-    """The double buffers of all trainer ranks, and the part of this rank."""
+class RankBuckets:
+    """The buckets of all trainer ranks, and the part of this rank."""
 
     transport: str
-    layout: DoubleBufferLayout
+    layout: BucketsLayout
     descriptions: Sequence[Json]
-    """What a server needs to open each double buffer."""
+    """What a server needs to open each pair of buckets."""
     num_writers: int
-    """Number of trainer ranks that write each double buffer."""
+    """Number of trainer ranks that write each pair of buckets."""
     timeout_s: float
     """Deadline of one update in seconds."""
-    own: DoubleBuffer | None = None
-    """The double buffer that this rank writes. None for a rank that only takes part in gathering."""
+    own: Buckets | None = None
+    """The buckets that this rank writes. None for a rank that only takes part in gathering."""
     writer_index: int = 0
-    """Number of this rank among the writers of its double buffer."""
+    """Number of this rank among the writers of its buckets."""
     is_lead_writer: bool = False
     """Whether this rank writes tensors that are not sharded, computes checksums, and reads the reports."""
     own_index: int = 0
-    """Number of this rank's double buffer. It serves the TP ranks whose number, modulo that of the buffers, is this."""
+    """Number of this rank's buckets. It serves the TP ranks whose number, modulo that of all pairs, is this."""
 
     def loader_message(self, opened: OpenedUpdate) -> Json:
         """The message for the loaders of all servers."""
@@ -198,7 +197,7 @@ class DoubleBuffers:
             "update_id": opened.update_id,
             "verify": opened.validated.verify,
             "update_number": opened.update_number,
-            "double_buffers": list(self.descriptions),
+            "buckets": list(self.descriptions),
             "layout": asdict(self.layout),
             "num_writers": self.num_writers,
             "timeout_s": self.timeout_s,
@@ -206,25 +205,25 @@ class DoubleBuffers:
         }
 
     def require_opened(self, opened: OpenedUpdate) -> None:
-        """Raise UnsupportedError unless every TP rank has opened its double buffer, after a message `opens_only`.
+        """Raise UnsupportedError unless every TP rank has opened its buckets, after a message `opens_only`.
 
         A TP rank that cannot open it, for example because it does not see the GPU, is found before weights change.
-        Rank 0 opens the double buffers of all trainer ranks, because they contain the reports.
+        Rank 0 opens the buckets of all trainer ranks, because they contain the reports.
         """
         with ExitStack() as stack:
-            buffers = [stack.enter_context(closing(self._open(rank))) for rank in range(len(self.descriptions))]
+            buckets = [stack.enter_context(closing(self._open(rank))) for rank in range(len(self.descriptions))]
             require_opened(
                 self.transport,
                 (
-                    (rank, buffers[rank.receiver % len(buffers)].reports.read(rank.receiver, opened.update_id, 0))
+                    (rank, buckets[rank.receiver % len(buckets)].reports.read(rank.receiver, opened.update_id, 0))
                     for rank in receiving_ranks(opened.members)
                 ),
             )
 
-    def _open(self, rank: int) -> DoubleBuffer:
-        """The double buffer of a trainer rank, opened on rank 0. Raises UnsupportedError."""
+    def _open(self, rank: int) -> Buckets:
+        """The buckets of a trainer rank, opened on rank 0. Raises UnsupportedError."""
         try:
-            return DoubleBuffer.open(self.descriptions[rank]["location"], self.layout)
+            return Buckets.open(self.descriptions[rank]["location"], self.layout)
         except OSError as error:
             raise UnsupportedError(
                 f"rank 0 cannot open the staging memory of trainer rank {rank}: {error}. "
@@ -232,19 +231,19 @@ class DoubleBuffers:
             ) from error
 
     def receiving_ranks(self, members: Sequence[ServerInfo]) -> Iterator[ReceivingRank]:
-        """The TP ranks of the servers that this rank's double buffer serves."""
+        """The TP ranks of the servers that this rank's buckets serve."""
         for rank in receiving_ranks(members):
             if rank.receiver % len(self.descriptions) == self.own_index:
                 yield rank
 
     def fail(self, update_number: int, message: str) -> None:
-        """Make the readers and the other writers of this rank's double buffer stop waiting in one update."""
+        """Make the readers and the other writers of this rank's buckets stop waiting in one update."""
         if self.own is not None:
             self.own.progress(update_number).fail(message)
 
 
-class BufferFiller:
-    """Fills this rank's double buffer with its part of the update `opened`, and checks the reports.
+class BucketFiller:
+    """Fills this rank's buckets with its part of the update `opened`, and checks the reports.
 
     `require_ranks` raises when the trainer ranks cannot work together any more. `require_peers` raises in addition when
     the servers are not loading any more. `deadline` is a time of `time.monotonic`.
@@ -252,36 +251,36 @@ class BufferFiller:
 
     def __init__(
         self,
-        buffers: DoubleBuffers,
+        buckets: RankBuckets,
         opened: OpenedUpdate,
         require_ranks: Callable[[], None],
         require_peers: Callable[[], None],
         deadline: float,
     ) -> None:
-        assert buffers.own is not None
-        self._buffers, self._own, self._opened, self._deadline = buffers, buffers.own, opened, deadline
-        self.copies = StagingCopies(self._own.buckets.pin)
+        assert buckets.own is not None
+        self._buckets, self._own, self._opened, self._deadline = buckets, buckets.own, opened, deadline
+        self.copies = StagingCopies(self._own.memory.pin)
         """Makes the copies into the memory that `reserve` returns."""
-        readers = [rank.receiver for rank in buffers.receiving_ranks(opened.members)]
+        readers = [rank.receiver for rank in buckets.receiving_ranks(opened.members)]
         if opened.validated.verify:
             readers.append(CHECKSUM_READER)
         self._writer = BucketWriter(
             self._own,
             opened.update_number,
-            buffers.writer_index,
-            buffers.is_lead_writer,
+            buckets.writer_index,
+            buckets.is_lead_writer,
             readers,
             require_peers,
             self.copies.wait,
         )
         self._error: VerlServerError | None = None
-        """Why the double buffer could not be filled, or None."""
+        """Why the buckets could not be filled, or None."""
         self._checksums: Future[list[int]] | None = None
-        if buffers.is_lead_writer and opened.validated.verify:
+        if buckets.is_lead_writer and opened.validated.verify:
             self._checksums = self._start_checksums(require_ranks)
 
     def reserve(self, name: str, spec: TensorSpec) -> torch.Tensor | None:
-        """Memory for the next tensor in a bucket. None if the double buffer has failed; `finish` raises the error.
+        """Memory for the next tensor in a bucket. None if the buckets have failed; `finish` raises the error.
 
         The caller continues to read its tensors then, because other ranks may be gathering them together with this
         rank.
@@ -300,18 +299,18 @@ class BufferFiller:
         self._writer.finish()
 
     def report_error(self, names: Sequence[str], manifest: Manifest, timeout_s: float) -> VerlServerError | None:
-        """On the leader: what is wrong with the reports of the TP ranks that this double buffer serves, or None.
+        """On the leader: what is wrong with the reports of the TP ranks that this rank's buckets serve, or None.
 
         `names`: the tensors in the order in which they were written. `timeout_s`: seconds to wait for the
         checksums.
         """
-        if not self._buffers.is_lead_writer:
+        if not self._buckets.is_lead_writer:
             return None
         attempt = self._opened.attempt(names)
         num_checksums = len(names) if attempt.verify else 0
         reports = {
             rank.label: self._own.reports.read(rank.receiver, attempt.id, num_checksums)
-            for rank in self._buffers.receiving_ranks(attempt.members)
+            for rank in self._buckets.receiving_ranks(attempt.members)
         }
         try:
             checksums = [] if self._checksums is None else self._checksums.result(timeout_s)
@@ -324,13 +323,13 @@ class BufferFiller:
         return None
 
     def close(self) -> None:
-        """Wait for the thread that computes checksums, which uses the double buffer."""
+        """Wait for the thread that computes checksums, which uses the buckets."""
         if self._checksums is not None:
             wait([self._checksums], RECLAIM_TIMEOUT_S)
 
     def _start_checksums(self, require_ranks: Callable[[], None]) -> Future[list[int]]:
-        """Start a thread that reads the double buffer as one more reader and computes the checksum of each tensor."""
-        number, num_writers = self._opened.update_number, self._buffers.num_writers
+        """Start a thread that reads the buckets as one more reader and computes the checksum of each tensor."""
+        number, num_writers = self._opened.update_number, self._buckets.num_writers
         reader = BucketReader(self._own, number, CHECKSUM_READER, num_writers, require_ranks, self._deadline)
         device = accelerator()
         checksums = Checksums(choose_algorithm(), device)
@@ -343,7 +342,7 @@ class BufferFiller:
                         del tensor
                     return checksums.values()
             except Exception as error:
-                self._buffers.fail(number, f"the checksums could not be computed: {error}")
+                self._buckets.fail(number, f"the checksums could not be computed: {error}")
                 raise
 
         pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-checksums")
@@ -359,7 +358,7 @@ class BufferFiller:
 class StreamedUpdater(WeightUpdater):
     """The weight updater for transports that take tensors as they come.
 
-    `writer_ranks`: global ranks that write the same double buffer as this rank.
+    `writer_ranks`: global ranks that write the same buckets as this rank.
     """
 
     def __init__(
@@ -367,28 +366,28 @@ class StreamedUpdater(WeightUpdater):
         ranks: EngineRanks,
         manifest: Manifest,
         weight_version: int,
-        buffers: DoubleBuffers,
+        buckets: RankBuckets,
         writer_ranks: frozenset[int],
     ) -> None:
         super().__init__(ranks, manifest, weight_version)
-        self._buffers, self._writer_ranks = buffers, writer_ranks
-        self._own_buffer_ranks = range(len(buffers.descriptions) if len(buffers.descriptions) > 1 else 0)
+        self._buckets, self._writer_ranks = buckets, writer_ranks
+        self._own_bucket_ranks = range(len(buckets.descriptions) if len(buckets.descriptions) > 1 else 0)
         self._opened_members: Sequence[ServerInfo] = ()
-        """The servers whose TP ranks have opened the double buffers, on rank 0."""
+        """The servers whose TP ranks have opened the buckets, on rank 0."""
         self._update_number = 0
-        """Number of the last update through the double buffers. Equal on all ranks."""
-        self._filler: BufferFiller | None = None
+        """Number of the last update through the buckets. Equal on all ranks."""
+        self._filler: BucketFiller | None = None
         self._session: ServerSession | None = None
         """The servers' session during an update, on rank 0."""
 
     def staging_tensors(self) -> dict[str, torch.Tensor]:
         raise UnsupportedError(
-            f"with the transport {self._buffers.transport!r} there is no memory that holds the whole model"
+            f"with the transport {self._buckets.transport!r} there is no memory that holds the whole model"
         )
 
     def close(self) -> None:
-        if self._buffers.own is not None:
-            self._buffers.own.close()
+        if self._buckets.own is not None:
+            self._buckets.own.close()
 
     # -- the steps on every rank --------------------------------------------------------------------
 
@@ -442,8 +441,8 @@ class StreamedUpdater(WeightUpdater):
             self.torn = torn_error(error, opened.validated)
 
     def _stop_filling(self, message: str) -> None:
-        """Make the servers and the other writers of this rank's double buffer stop waiting for this rank."""
-        self._buffers.fail(self._update_number, message)
+        """Make the servers and the other writers of this rank's buckets stop waiting for this rank."""
+        self._buckets.fail(self._update_number, message)
 
     def _fill_and_finish(
         self, call_id: str, source: TensorSource, opened: OpenedUpdate, check_finite: bool
@@ -494,10 +493,10 @@ class StreamedUpdater(WeightUpdater):
         An error is passed to the servers at once, and to all ranks in the next step, the call `load_id`.
         """
         filler = None
-        if self._buffers.own is not None:
+        if self._buckets.own is not None:
             deadline = time.monotonic() + self.ranks.timeout_s
-            filler = self._filler = BufferFiller(
-                self._buffers, opened, self.coordinator.raise_failure, self._require_peers, deadline
+            filler = self._filler = BucketFiller(
+                self._buckets, opened, self.coordinator.raise_failure, self._require_peers, deadline
             )
 
         def staging_tensor(name: str) -> torch.Tensor | None:
@@ -517,7 +516,7 @@ class StreamedUpdater(WeightUpdater):
             load_id,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=check_finite and not source.is_checked,
-            writes_whole_tensors=self._buffers.is_lead_writer,
+            writes_whole_tensors=self._buckets.is_lead_writer,
             on_bad_tensor=lambda error: self._stop_filling(error.message),
             copies=None if filler is None else filler.copies,
             shared=self.shared,
@@ -537,19 +536,19 @@ class StreamedUpdater(WeightUpdater):
 
     def _open(self, contributions: list[Json], names: Sequence[str] | None, options: UpdateOptions) -> Json:
         """Refuse what can be refused now. Then pause the servers and start their loaders."""
-        validated = self.begin(contributions, names, options, self._own_buffer_ranks)
+        validated = self.begin(contributions, names, options, self._own_bucket_ranks)
         opened = OpenedUpdate(validated, uuid.uuid4().hex, self._update_number + 1, self.servers.members)
         self._session = session = ServerSession(self.servers, opened)
-        message = self._buffers.loader_message(opened)
+        message = self._buckets.loader_message(opened)
 
-        def open_buffers() -> None:
-            """Open the double buffers on servers that have not done it yet: an error here does not tear weights."""
+        def open_buckets() -> None:
+            """Open the buckets on servers that have not done it yet: an error here does not tear weights."""
             if opened.members != self._opened_members:
                 session.call_loaders({**message, "opens_only": True})
-                self._buffers.require_opened(opened)
+                self._buckets.require_opened(opened)
                 self._opened_members = opened.members
 
-        session.open(self.find_torn() is not None, open_buffers, message)
+        session.open(self.find_torn() is not None, open_buckets, message)
         sent: Json = _OPENED_UPDATE.dump_python(opened, mode="json")
         return sent
 
@@ -561,7 +560,7 @@ class StreamedUpdater(WeightUpdater):
             try:
                 for error in errors:
                     raise error
-                require_same_names(contributions, writers=self._own_buffer_ranks)
+                require_same_names(contributions, writers=self._own_bucket_ranks)
             except VerlServerError as error:
                 self._stop_filling(error.message)
                 raise
@@ -574,7 +573,7 @@ class StreamedUpdater(WeightUpdater):
         return UpdateOutcome(opened.validated.weight_version)
 
     def _confirm(self, contributions: list[Json], opened: OpenedUpdate, names: list[str]) -> UpdateOutcome:
-        """Publish the version and resume generation, if the reports of all double buffers are good."""
+        """Publish the version and resume generation, if the reports of all buckets are good."""
         assert self._session is not None
         try:
             if errors := _errors_of(contributions):
@@ -589,8 +588,8 @@ class StreamedUpdater(WeightUpdater):
             opened.validated,
             names,
             missing_from,
-            transport=self._buffers.transport,
-            staging_bytes=len(self._buffers.descriptions) * NUM_BUCKETS * self._buffers.layout.bucket_bytes,
+            transport=self._buckets.transport,
+            staging_bytes=len(self._buckets.descriptions) * NUM_BUCKETS * self._buckets.layout.bucket_bytes,
             sent_bytes=0,
             paused_at=self._session.paused_at,
         )

@@ -1,6 +1,6 @@
-"""A double buffer: staging memory for weights that is smaller than the model.
+"""A pair of buckets: staging memory for weights that is smaller than the model.
 
-A double buffer is two buckets and a block of host memory with the progress counters, the tables of the buckets, and the
+A pair is two buckets and a block of host memory with the progress counters, the tables of the buckets, and the
 reports. The buckets follow that block (`HostBucketMemory`) or are on a GPU (`DeviceBucketMemory`). The writers are
 trainer ranks. Each writes its own part of every tensor, all in the same order, so all compute the same offsets. The
 readers are TP ranks of servers, and the leading trainer rank, which computes checksums.
@@ -42,16 +42,16 @@ from verl_server.weights.arena import (
 from verl_server.weights.device import PinnedMemory
 
 # -- Layout -----------------------------------------------------------------------------------------
-# Layout of the memory of a double buffer. Pure: equal arguments give equal layouts in all processes.
+# Layout of the memory of a pair of buckets. Pure: equal arguments give equal layouts in all processes.
 
 NUM_BUCKETS = 2
-"""Number of buckets in a double buffer."""
+"""Number of buckets in a pair."""
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class DoubleBufferLayout:
-    """Byte offsets of everything in the memory of a double buffer."""
+class BucketsLayout:
+    """Byte offsets of everything in the memory of a pair of buckets."""
 
     num_tensors: int
     """Number of tensors of the model."""
@@ -80,9 +80,7 @@ class DoubleBufferLayout:
         return self.buckets_offset + (NUM_BUCKETS * self.bucket_bytes if self.in_host_memory else 0)
 
 
-def plan_double_buffer(
-    tensors: Mapping[str, TensorSpec], max_bytes: int | None, in_host_memory: bool
-) -> DoubleBufferLayout:
+def plan_buckets(tensors: Mapping[str, TensorSpec], max_bytes: int | None, in_host_memory: bool) -> BucketsLayout:
     """The layout for the tensors of a model.
 
     `max_bytes`: maximum size of both buckets together. None: `DEFAULT_BUCKET_BYTES` each. A bucket is never larger than
@@ -103,11 +101,10 @@ def plan_double_buffer(
     table_bytes = round_up(len(json.dumps(largest_table)), PAGE_BYTES)
     model_bytes = sum(round_up(tensor_bytes(spec), ALIGNMENT) for spec in tensors.values())
     sufficient_bytes = max(largest, round_up(model_bytes // NUM_BUCKETS, PAGE_BYTES))
-    return DoubleBufferLayout(len(tensors), table_bytes, min(bucket_bytes, sufficient_bytes), in_host_memory)
+    return BucketsLayout(len(tensors), table_bytes, min(bucket_bytes, sufficient_bytes), in_host_memory)
 
 
 # -- Bucket memory ----------------------------------------------------------------------------------
-# The memory of the two buckets: the protocol, and buckets in host memory.
 
 
 class BucketMemory(Protocol):
@@ -207,7 +204,8 @@ class DeviceBucketMemory:
 
         Raises UnsupportedError without a usable GPU, VerlServerError if its memory is full.
         """
-        require_cuda()
+        if not torch.cuda.is_available():
+            raise UnsupportedError("the weight transport 'cuda_ipc' needs an NVIDIA GPU in the trainer and the server")
         index = torch.cuda.current_device()
         with _runtime_on(index) as runtime:
             pointer = _call(runtime.cudaMalloc, round_up(NUM_BUCKETS * bucket_bytes, ALLOCATION_BYTES))
@@ -219,7 +217,6 @@ class DeviceBucketMemory:
 
         Raises UnsupportedError if this process does not see that GPU.
         """
-        require_cuda()
         index = find_device(description["device_uuid"], visible_uuids())
         with _runtime_on(index) as runtime:
             ipc_handle = runtime.cudaIpcMemHandle_t()
@@ -297,16 +294,6 @@ def visible_uuids() -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
-def require_cuda() -> None:
-    """Raise UnsupportedError without an NVIDIA GPU or without NVIDIA's Python bindings of the CUDA runtime."""
-    if not torch.cuda.is_available():
-        raise UnsupportedError("the weight transport 'cuda_ipc' needs an NVIDIA GPU on the trainer and on the server")
-    try:
-        from cuda.bindings import runtime  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(f"the weight transport 'cuda_ipc' needs the package cuda-bindings: {error}") from error
-
-
 @contextlib.contextmanager
 def _runtime_on(device_index: int) -> Iterator[Any]:
     """NVIDIA's bindings of the CUDA runtime, with a GPU as the current device of this thread in the body."""
@@ -329,7 +316,7 @@ def _call(function: Any, *arguments: Any) -> Any:
 
 
 # -- Progress ---------------------------------------------------------------------------------------
-# Progress counters of an update through a double buffer, in memory that all its processes share.
+# Progress counters of an update through a pair of buckets, in memory that all its processes share.
 #
 # Each counter is written by one process only. A counter is one word, which carries the number of the update, so
 # counters of earlier updates read as zero.
@@ -339,7 +326,7 @@ def _call(function: Any, *arguments: Any) -> Any:
 #     failure          the message of a process that failed; all other processes then stop waiting
 
 MAX_WRITERS = 256
-"""Maximum number of trainer ranks that write one double buffer."""
+"""Maximum number of trainer ranks that write one pair of buckets."""
 CHECKSUM_READER = MAX_TP_RANKS
 """Index of the reader that computes checksums on the trainer. The other readers are TP ranks of servers."""
 
@@ -352,7 +339,7 @@ _FINISHED = 0xFFFFFFFF
 class ProgressCounters:
     """The counters of the update with number `update_number`."""
 
-    def __init__(self, memory: mmap.mmap, layout: DoubleBufferLayout, update_number: int) -> None:
+    def __init__(self, memory: mmap.mmap, layout: BucketsLayout, update_number: int) -> None:
         self._words = SharedWords(memory, layout.progress_offset, PAGE_BYTES // WORD_BYTES)
         self._failure_text = memoryview(memory)[layout.failure_offset : layout.failure_offset + PAGE_BYTES]
         self._update_number = update_number
@@ -396,7 +383,7 @@ class ProgressCounters:
         self._set(_EMPTIED + reader, count)
 
     def is_present(self, reader: int) -> bool:
-        """Whether a reader has opened the double buffer for this update."""
+        """Whether a reader has opened the buckets for this update."""
         return self._words[_EMPTIED + reader] >> 32 == self._update_number
 
     # -- failure ------------------------------------------------------------------------------------
@@ -416,39 +403,39 @@ class ProgressCounters:
         return bytes(self._failure_text).partition(b"\0")[0].decode(errors="replace")
 
 
-# -- Buffer -----------------------------------------------------------------------------------------
+# -- Buckets ----------------------------------------------------------------------------------------
 
 
-class DoubleBuffer:
-    """One process's mapping of a double buffer. `create` makes the memory; `open` maps another process's memory."""
+class Buckets:
+    """One process's mapping of a pair of buckets. `create` makes the memory; `open` maps another process's memory."""
 
-    def __init__(self, file: SharedMemoryFile, layout: DoubleBufferLayout) -> None:
-        self._file, self.layout, self._memory, self.location = file, layout, file.memory, file.location
-        self.reports = SharedReports(self._memory, layout.checksums_offset, layout.num_tensors)
-        self.buckets: BucketMemory = HostBucketMemory(self._memory, layout.buckets_offset, layout.bucket_bytes)
+    def __init__(self, file: SharedMemoryFile, layout: BucketsLayout) -> None:
+        self._file, self.layout, self._mapping, self.location = file, layout, file.memory, file.location
+        self.reports = SharedReports(self._mapping, layout.checksums_offset, layout.num_tensors)
+        self.memory: BucketMemory = HostBucketMemory(self._mapping, layout.buckets_offset, layout.bucket_bytes)
 
     @classmethod
-    def create(cls, layout: DoubleBufferLayout) -> DoubleBuffer:
-        """Create a double buffer that this process owns, with its buckets where `layout` says.
+    def create(cls, layout: BucketsLayout) -> Buckets:
+        """Create a pair of buckets that this process owns, on the host or on a GPU as `layout` says.
 
         Raises the errors of `SharedMemoryFile.create` and of `DeviceBucketMemory.create`.
         """
-        double_buffer = cls(SharedMemoryFile.create("double_buffer", layout.size_bytes), layout)
+        buckets = cls(SharedMemoryFile.create("buckets", layout.size_bytes), layout)
         try:
             if not layout.in_host_memory:
-                double_buffer.buckets = DeviceBucketMemory.create(layout.bucket_bytes)
+                buckets.memory = DeviceBucketMemory.create(layout.bucket_bytes)
         except BaseException:
-            double_buffer.close()
+            buckets.close()
             raise
-        return double_buffer
+        return buckets
 
     def description(self) -> Json:
-        """What another process needs to open the double buffer."""
-        return {"location": self.location, **self.buckets.description()}
+        """What another process needs to open the buckets."""
+        return {"location": self.location, **self.memory.description()}
 
     @classmethod
-    def open(cls, location: str, layout: DoubleBufferLayout) -> DoubleBuffer:
-        """Map the double buffer of another process on this machine. Raises OSError if this process cannot open it."""
+    def open(cls, location: str, layout: BucketsLayout) -> Buckets:
+        """Map the buckets of another process on this machine. Raises OSError if this process cannot open it."""
         return cls(SharedMemoryFile.open(location, layout.size_bytes), layout)
 
     def open_buckets(self, description: Json) -> None:
@@ -457,22 +444,22 @@ class DoubleBuffer:
         Raises UnsupportedError if this process does not see the GPU.
         """
         if not self.layout.in_host_memory:
-            self.buckets = DeviceBucketMemory.open(description, self.layout.bucket_bytes)
+            self.memory = DeviceBucketMemory.open(description, self.layout.bucket_bytes)
 
     def progress(self, update_number: int) -> ProgressCounters:
         """The progress counters of one update."""
-        return ProgressCounters(self._memory, self.layout, update_number)
+        return ProgressCounters(self._mapping, self.layout, update_number)
 
     def write_table(self, bucket: int, rows: Sequence[Any]) -> None:
         """Write the table of bucket 0 or 1. `rows`: name, byte offset in the bucket, shape and dtype of each tensor."""
         raw = json.dumps(rows).encode().ljust(self.layout.table_bytes)
         start = self.layout.tables_offset + bucket * self.layout.table_bytes
-        self._memory[start : start + self.layout.table_bytes] = raw
+        self._mapping[start : start + self.layout.table_bytes] = raw
 
     def read_table(self, bucket: int) -> list[Any]:
         """The rows that `write_table` wrote."""
         start = self.layout.tables_offset + bucket * self.layout.table_bytes
-        return list(json.loads(self._memory[start : start + self.layout.table_bytes]))
+        return list(json.loads(self._mapping[start : start + self.layout.table_bytes]))
 
     def owner_is_alive(self) -> bool:
         """Whether the process that created the memory is alive. A zombie has no open files, so it counts as dead."""
@@ -480,12 +467,11 @@ class DoubleBuffer:
 
     def close(self) -> None:
         """Release the buckets, the mapping and the file."""
-        self.buckets.close()
+        self.memory.close()
         self._file.close()
 
 
 # -- Waiting ----------------------------------------------------------------------------------------
-# Waiting for the other processes of a double buffer, with a deadline and checks that they are alive.
 
 POLL_INTERVAL_S = 0.0002
 
@@ -512,7 +498,6 @@ def wait_for_progress(
 
 
 # -- Reader -----------------------------------------------------------------------------------------
-# The reading end of a double buffer, in the TP ranks of servers and in the thread that computes checksums.
 
 RECLAIM_TIMEOUT_S = 10.0
 """Seconds that a model may keep tensors of a bucket after it has taken all tensors of the next one.
@@ -522,7 +507,7 @@ Some models load in threads, so they keep tensors for a while.
 
 
 class BucketReader:
-    """One reader's part of one update through a double buffer.
+    """One reader's part of one update through a pair of buckets.
 
     `index` is this reader's number, `num_writers` the number of writers. `require_peers` raises when it makes no sense
     to wait longer. `deadline` is a time of `time.monotonic`.
@@ -530,16 +515,16 @@ class BucketReader:
 
     def __init__(
         self,
-        double_buffer: DoubleBuffer,
+        buckets: Buckets,
         update_number: int,
         index: int,
         num_writers: int,
         require_peers: Callable[[], None],
         deadline: float,
     ) -> None:
-        self._double_buffer, self._index, self._num_writers = double_buffer, index, num_writers
+        self._buckets, self._index, self._num_writers = buckets, index, num_writers
         self._require_peers, self._deadline = require_peers, deadline
-        self._progress = double_buffer.progress(update_number)
+        self._progress = buckets.progress(update_number)
         self._progress.set_emptied(index, 0)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -555,11 +540,11 @@ class BucketReader:
             nonlocal num_read
             while self._wait_for_bucket(num_read):
                 bucket = num_read % NUM_BUCKETS
-                yield BucketLease(self._double_buffer.buckets, bucket, self._double_buffer.read_table(bucket))
+                yield BucketLease(self._buckets.memory, bucket, self._buckets.read_table(bucket))
                 num_read += 1
 
         yield from leased_tensors(leases(), lambda num_free: self._progress.set_emptied(self._index, num_free))
-        self._double_buffer.buckets.synchronize()
+        self._buckets.memory.synchronize()
         self._progress.set_emptied(self._index, num_read)
 
     def _wait_for_bucket(self, bucket: int) -> bool:
@@ -641,16 +626,15 @@ def leased_tensors(
 
 
 # -- Writer -----------------------------------------------------------------------------------------
-# The writing end of a double buffer: a trainer rank fills the buckets with its part of the tensors.
 
 READER_OPEN_TIMEOUT_S = 60.0
-"""Seconds that the readers have to open the double buffer after the start of an update."""
+"""Seconds that the readers have to open the buckets after the start of an update."""
 
 
 class BucketWriter:
-    """One trainer rank's writing of one update into a double buffer.
+    """One trainer rank's writing of one update into a pair of buckets.
 
-    `update_number` counts the updates of the double buffer. `index` is this writer's number. `is_lead_writer`: this
+    `update_number` counts the updates of the buckets. `index` is this writer's number. `is_lead_writer`: this
     writer writes the tables and the number of buckets. `readers`: numbers of the readers to wait for. `require_peers`
     raises when it makes no sense to wait longer. `wait_for_copies` waits for the copies into the memory that `reserve`
     returned.
@@ -658,7 +642,7 @@ class BucketWriter:
 
     def __init__(
         self,
-        double_buffer: DoubleBuffer,
+        buckets: Buckets,
         update_number: int,
         index: int,
         is_lead_writer: bool,
@@ -666,9 +650,9 @@ class BucketWriter:
         require_peers: Callable[[], None],
         wait_for_copies: Callable[[], None] = lambda: None,
     ) -> None:
-        self._double_buffer, self._index, self._is_lead_writer = double_buffer, index, is_lead_writer
+        self._buckets, self._index, self._is_lead_writer = buckets, index, is_lead_writer
         self._readers, self._require_peers, self._wait_for_copies = readers, require_peers, wait_for_copies
-        self._progress = double_buffer.progress(update_number)
+        self._progress = buckets.progress(update_number)
         self._bucket: torch.Tensor | None = None
         """The bucket that is being filled, as bytes."""
         self._num_filled = 0
@@ -683,10 +667,10 @@ class BucketWriter:
         Waits for a free bucket until `deadline` (a time of `time.monotonic`). Raises DeadlineError, VerlServerError.
         """
         offset = round_up(self._used_bytes, ALIGNMENT)
-        if self._bucket is None or offset + tensor_bytes(spec) > self._double_buffer.layout.bucket_bytes:
+        if self._bucket is None or offset + tensor_bytes(spec) > self._buckets.layout.bucket_bytes:
             self._publish_bucket()
             self._wait_for_free_bucket(deadline)
-            memory = self._double_buffer.buckets
+            memory = self._buckets.memory
             self._bucket, offset = memory.as_tensor(memory.view(self._num_filled % NUM_BUCKETS)), 0
         self._rows.append([name, offset, spec.shape, spec.dtype])
         self._used_bytes = offset + tensor_bytes(spec)
@@ -701,9 +685,9 @@ class BucketWriter:
         if self._bucket is None:
             return
         self._wait_for_copies()
-        self._double_buffer.buckets.synchronize()
+        self._buckets.memory.synchronize()
         if self._is_lead_writer:
-            self._double_buffer.write_table(self._num_filled % NUM_BUCKETS, self._rows)
+            self._buckets.write_table(self._num_filled % NUM_BUCKETS, self._rows)
         self._num_filled += 1
         self._progress.set_filled(self._index, self._num_filled)
         self._bucket, self._used_bytes, self._rows = None, 0, []
