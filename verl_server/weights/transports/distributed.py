@@ -608,10 +608,6 @@ class MirrorMember(Membership):
         self.base_update_id = ""
         """Id of the update whose tensors the mirror holds completely. Empty while the mirror may be inconsistent."""
 
-    def leader_is_alive(self) -> bool:
-        """Whether the leader's process is alive."""
-        return self.mirror.exists()
-
     def leave(self) -> None:
         self.group = None
         self.mirror.close()
@@ -667,7 +663,7 @@ class Receiver(base.Receiver):
                     f"chunk {num_needed} of {len(self.chunks)} did not arrive within {self.message['timeout_s']:g} s; "
                     f"{num_chunks} chunks arrived. Raise Timeouts(weights_s=...) if the network is slow"
                 )
-            if not self.member.leader_is_alive():
+            if not self.member.mirror.exists():
                 raise ConnectionError("the process that receives the weights for this machine has died")
             time.sleep(POLL_INTERVAL_S)
         if num_chunks == Mirror.FAILED:
