@@ -328,23 +328,6 @@ def test_the_ranks_name_the_rank_that_shut_down() -> None:
             one.close()
 
 
-def test_an_interrupt_while_a_message_is_sent_ends_the_connection() -> None:
-    """The other rank could not find the end of half a message, and would read later messages as its rest."""
-
-    class Interrupted(socket.socket):
-        def send(self, data: Any, flags: int = 0) -> int:
-            super().send(data[: len(data) // 2], flags)
-            raise KeyboardInterrupt
-
-    left, right = connected_sockets()
-    channel = Channel(Interrupted(fileno=left.detach()), 1)
-    with pytest.raises(KeyboardInterrupt):
-        channel.send({"call_id": "generate#1"})
-    assert not channel.send({"call_id": "generate#2"})
-    assert received(right) is None
-    channel.close()
-
-
 def test_each_call_of_failed_ranks_raises_an_error_of_its_own() -> None:
     """Python adds the frames of each caller to an error: a shared one keeps all of them in memory."""
     coordinator, _ = coordinator_of_rank_0(1)

@@ -378,12 +378,7 @@ class RankCoordinator:
         multiple_machines: bool | None,
         arrival_timeout_s: float,
     ) -> RankCoordinator:
-        """Connect the ranks.
-
-        `broadcast_from_rank_0(x)` returns rank 0's `x` on every rank; it is called once. With `multiple_machines`,
-        rank 0 listens on an address that other machines can reach; None: not known. Raises PeerError with the ranks
-        that did not connect within `arrival_timeout_s` seconds, and BadInputError without such an address.
-        """
+        """Connect the ranks within `arrival_timeout_s` seconds. See `connect_ranks` for the arguments and errors."""
         channels = connect_ranks(rank, size, broadcast_from_rank_0, multiple_machines, arrival_timeout_s)
         return cls(rank, size, channels, arrival_timeout_s)
 

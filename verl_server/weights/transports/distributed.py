@@ -200,16 +200,6 @@ def connect_to_store(host: str, port: int) -> BoundedStore:
     return BoundedStore(connect)
 
 
-def set_json(store: Any, key: str, value: Any) -> None:
-    """Store a JSON value."""
-    store.set(key, json.dumps(value))
-
-
-def get_json(store: Any, key: str) -> Any:
-    """Read a JSON value. Waits for the key until the store's timeout."""
-    return json.loads(store.get(key))
-
-
 def arrival_key(group_name: str, receiver: int) -> str:
     """The key that a receiver sets to the id of its machine when it is ready to join a group."""
     return f"{group_name}/arrived/{receiver}"
@@ -309,7 +299,7 @@ def report_before_joining(message: Json, tp_rank: int, refusal: str | None) -> N
     """
     report = Report(message["update_id"], ok=refusal is None, error=refusal)
     key = report_key(message["group_name"], report.update_id, message["first_receiver"] + tp_rank)
-    set_json(connect_to_store(*message["store_address"]), key, {"report": asdict(report), "checksums": []})
+    connect_to_store(*message["store_address"]).set(key, json.dumps({"report": asdict(report), "checksums": []}))
 
 
 class Membership(ABC):
@@ -379,7 +369,7 @@ class Membership(ABC):
     def send_report(self, update_id: str, report: Report, checksums: list[int]) -> None:
         """Send the trainer this receiver's report on an update."""
         key = report_key(self.group_name, update_id, self.receiver)
-        set_json(self.store, key, {"report": asdict(report), "checksums": checksums})
+        self.store.set(key, json.dumps({"report": asdict(report), "checksums": checksums}))
 
     @abstractmethod
     def leave(self) -> None:
@@ -389,18 +379,16 @@ class Membership(ABC):
 # -- Process group ----------------------------------------------------------------------------------
 
 
-def form_gloo_group(store: Any, name: str, rank: int, size: int, address: str) -> ProcessGroupGloo:
-    """Form a gloo group. It is not registered with torch, so it does not affect any other group of the process."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = datetime.timedelta(seconds=FORMING_TIMEOUT_S)
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # type: ignore[attr-defined]
-
-
 def form_group(device_type: str, store: Any, name: str, rank: int, size: int, address: str) -> Any:
-    """Form a group for tensors on `device_type`: NCCL for "cuda", gloo for "cpu"."""
+    """Form a group for tensors on `device_type`: NCCL for "cuda", gloo for "cpu".
+
+    It is not registered with torch, so it does not affect any other group of the process.
+    """
     if device_type == "cpu":
-        return form_gloo_group(store, name, rank, size, address)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = datetime.timedelta(seconds=FORMING_TIMEOUT_S)
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # type: ignore[attr-defined]
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(days=1)  # this library has its own deadlines: NCCL's would end the process
     with _without_nccl_error_handling():
@@ -548,7 +536,7 @@ class Sender(base.Sender):
 
     def connect_group(self, placement: ReceiverPlacement) -> Any:
         """Form the process group of the trainer and its receivers. Raises RuntimeError or VerlServerError."""
-        return form_gloo_group(self.store, self.group_name, 0, placement.group_size, self.settings.host)
+        return form_group("cpu", self.store, self.group_name, 0, placement.group_size, self.settings.host)
 
     def leave_group(self) -> None:
         """Close the connections of the group."""
@@ -593,14 +581,14 @@ class MirrorMember(Membership):
         self.group: Any = None
         """The process group, on the leader only."""
         if group_rank is None:
-            self.mirror = Mirror.open(get_json(self.store, location_key), message["size_bytes"])
+            self.mirror = Mirror.open(self.store.get(location_key).decode(), message["size_bytes"])
         else:
             self.mirror = Mirror.create(message["size_bytes"])
             try:
-                set_json(self.store, location_key, self.mirror.location)
+                self.store.set(location_key, self.mirror.location)
                 address = own_address(self.trainer_host)
                 self.group = self.form(
-                    lambda store: form_gloo_group(store, self.group_name, group_rank, placement.group_size, address)
+                    lambda store: form_group("cpu", store, self.group_name, group_rank, placement.group_size, address)
                 )
             except BaseException:
                 self.mirror.close()  # it is as large as the model
