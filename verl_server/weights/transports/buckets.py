@@ -18,7 +18,7 @@ from verl_server.weights.buckets import BucketReader, Buckets, BucketsLayout
 from verl_server.weights.transports import base
 
 _opened: dict[str, Buckets] = {}
-"""The last buckets, by location. It is kept because a new mapping costs its page faults, and because a
+"""The last pair of buckets, by location. It is kept because a new mapping costs its page faults, and because a
 GPU's IPC handle should be opened only once."""
 
 

@@ -188,7 +188,7 @@ class RankBuckets:
     is_lead_writer: bool = False
     """Whether this rank writes tensors that are not sharded, computes checksums, and reads the reports."""
     own_index: int = 0
-    """Number of this rank's buckets. It serves the TP ranks whose number, modulo that of all pairs, is this."""
+    """Number of this rank's pair of buckets. It serves the TP ranks with this number modulo the number of pairs."""
 
     def loader_message(self, opened: OpenedUpdate) -> Json:
         """The message for the loaders of all servers."""
