@@ -12,14 +12,14 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
 from verl_server.weights.arena import Arena, plan_arena
-from verl_server.weights.double_buffer.buffer import DoubleBuffer, plan_double_buffer
+from verl_server.weights.buckets import Buckets, plan_buckets
 from verl_server.weights.loader import load_weights
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import receiver_class, sender_class
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.options import ReplayFn, Servers, UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
-from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, StreamedUpdater
+from verl_server.weights.update.streamed import RankBuckets, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 from verl_server.weights.verification import XXH3
 
@@ -114,15 +114,14 @@ def staged_updater(
 
 
 def streamed_updater(servers: ModelServers, sizes: Mapping[str, int]) -> StreamedUpdater:
-    """The updater of one trainer rank with double buffers in host memory."""
+    """The updater of one trainer rank with buckets in host memory."""
     specs = {name: TensorSpec((size,), "float32") for name, size in sizes.items()}
-    double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
-    description = {"location": double_buffer.location, "ipc_handle": "", "device_uuid": ""}
-    buffers = DoubleBuffers("buckets", double_buffer.layout, [description], 1, 20.0)
-    role = BufferRole(double_buffer, 0, 1, True, buffer_index=0, num_buffers=1)
+    buckets = Buckets.create(plan_buckets(specs, None, in_host_memory=True))
+    descriptions = [buckets.description()]
+    buffers = RankBuckets("buckets", buckets.layout, descriptions, 1, 20.0, buckets, is_lead_writer=True)
     placement = compute_placement(0, 1, 1, {})
     ranks = EngineRanks(RankCoordinator(0, 1, {}, 20.0), placement, frozenset({0}), servers, 20.0)
-    return StreamedUpdater(ranks, Manifest(specs), 0, buffers, role, frozenset({0}))
+    return StreamedUpdater(ranks, Manifest(specs), 0, buffers, frozenset({0}))
 
 
 def push(updater: WeightUpdater, tensors: Mapping[str, torch.Tensor], verify: bool = True) -> WeightUpdateResult:

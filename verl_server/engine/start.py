@@ -8,34 +8,35 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server.adapter.engine import get_engine
 from verl_server.adapter.server_engine import ServerEngine
 from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_launch_args, with_absolute_paths
 from verl_server.config import AdapterConfig, EngineKind, RemoteServer, WeightsConfig
-from verl_server.engine.servers import connect_servers, launch_one_server
+from verl_server.engine.servers import InProcessBackend, connect_servers, launch_one_server
 from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.platforms.limits import available_memory
 from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.ranks.placement import Placement, is_loopback, machine_id, reachable_address, spans_machines
+from verl_server.ranks.placement import Placement, is_loopback, known_machine_id, reachable_address, spans_machines
 from verl_server.server.environment import VISIBLE_DEVICES, SeenByRank, allowed_cores, gpus_needed, seen_by_server
 from verl_server.server.launch import PortReservation, join_host_port
-from verl_server.types import Json, TensorSpec, parse_weight_version
+from verl_server.types import Json, parse_weight_version
 from verl_server.validation import checked_value
 from verl_server.weights.arena import Arena, plan_arena
-from verl_server.weights.double_buffer.buffer import MAX_WRITERS, DoubleBuffer, plan_double_buffer
-from verl_server.weights.manifest import Manifest, checkpoint_names_of, read_manifest
-from verl_server.weights.transports import is_streamed, sender_class, stream_class
+from verl_server.weights.buckets import MAX_WRITERS, Buckets, plan_buckets, require_own_gpus
+from verl_server.weights.manifest import MANIFEST, Manifest, checkpoint_names_of, read_manifest
+from verl_server.weights.transports import is_streamed, sender_class
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.options import Servers
 from verl_server.weights.update.staged import StagedUpdater
-from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, StreamedUpdater
+from verl_server.weights.update.streamed import RankBuckets, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 from verl_server.weights.verification import choose_algorithm
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,6 @@ class RolloutFleet(Protocol):
 
 def require_mesh(mesh: object) -> None:
     """Raise BadInputError unless `mesh` is a DeviceMesh with one dimension."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise BadInputError(
             "device_mesh_cpu must be a DeviceMesh with one dimension, the trainer ranks of the engine, for example "
@@ -65,7 +64,6 @@ def require_mesh(mesh: object) -> None:
 
 def broadcast_function(mesh: DeviceMesh) -> Callable[[Any], Any]:
     """A function that returns rank 0's value on all ranks of `mesh`. It is the only use of the trainer's own group."""
-    import torch.distributed as dist
 
     def broadcast(value: Any) -> Any:
         values = [value]
@@ -110,9 +108,12 @@ class BackendSource:
             checked_value("fleet", self.fleet, RolloutFleet | None)
         except BadInputError as error:
             return error
-        given = [f"launch_server={self.launch_server}"] if self.launch_server is not None else []
-        given += [f"servers ({len(self.servers)} of them)"] if self.servers else []
-        given += ["fleet"] if self.fleet is not None else []
+        choices = {
+            f"launch_server={self.launch_server}": self.launch_server is not None,
+            f"servers ({len(self.servers)} of them)": bool(self.servers),
+            "fleet": self.fleet is not None,
+        }
+        given = [choice for choice, is_given in choices.items() if is_given]
         if nnodes > 1 and (self.servers or self.fleet is not None):
             return BadInputError(
                 f"nnodes={nnodes} is for a server that VerlEngine starts; use nnodes=1 with {given[-1]}",
@@ -187,8 +188,6 @@ def _make_backend(
     if source.servers:
         return connect_servers(source.servers, config, parse_weight_version(args["weight_version"]))
     if source.launch_server is False:
-        from verl_server.engine.inprocess import InProcessBackend
-
         return InProcessBackend(validate_launch_args(args))
     backend = launch_one_server(args, config, env, check_abort=lambda: group.failure)
     process = backend.adapter.process
@@ -216,7 +215,6 @@ def _agree_on_devices(
     All ranks raise BadInputError if a server would see too few GPUs, or if an engine in the process of the first rank
     would: it sees the GPUs of that rank only.
     """
-    import torch
 
     def choose(contributions: list[Json]) -> list[Json]:
         ranks = len(contributions) // placement.nnodes
@@ -231,19 +229,14 @@ def _agree_on_devices(
             chosen.append({"visible": visible, "cores": cores})
         return chosen
 
-    own = SeenByRank(os.environ.get(VISIBLE_DEVICES), torch.cuda.device_count(), sorted(allowed_cores()), _machine())
+    own = SeenByRank(
+        os.environ.get(VISIBLE_DEVICES), torch.cuda.device_count(), sorted(allowed_cores()), known_machine_id()
+    )
     contribution = {"env": env.get(VISIBLE_DEVICES), "seen": dataclasses.asdict(own)}
     call_id = group.next_call_id("devices")
     chosen = group.agree(call_id, choose, contribution=contribution, action_timeout_s=10.0)[placement.node_rank]
     visible = chosen["visible"]
     return (env if visible is None else {**env, VISIBLE_DEVICES: visible}), chosen["cores"]
-
-
-def _machine() -> str | None:
-    """The id of this machine. None in a sandbox without the files of /proc that have it: then all ranks have None."""
-    with contextlib.suppress(OSError):
-        return machine_id()
-    return None
 
 
 @contextlib.contextmanager
@@ -302,7 +295,7 @@ def _agree_on_server_args(
 
 # -- Start updater ----------------------------------------------------------------------------------
 
-M = TypeVar("M", Arena, DoubleBuffer)
+M = TypeVar("M", Arena, Buckets)
 
 
 WHOLE_MODULE_TRANSPORTS = ("shared_memory", "disk")
@@ -311,23 +304,27 @@ WHOLE_MODULE_TRANSPORTS = ("shared_memory", "disk")
 
 def start_weight_updater(ranks: EngineRanks, server_args: Mapping[str, Any], config: WeightsConfig) -> WeightUpdater:
     """Agree on the model's tensors and on the transport, and create the staging memory. Called on all ranks."""
-    servers = ranks.servers
-    manifest = _agree_on_manifest(ranks.coordinator, servers, with_absolute_paths(server_args))
-    layout = plan_arena(manifest.tensors)
+    server_args = with_absolute_paths(server_args)
 
     def decide(_: list[Json]) -> Json:
-        """Rank 0 chooses the transport and reads the state of the servers."""
+        """Rank 0 asks the servers for their parameters and their state, and chooses the transport."""
+        servers = ranks.servers
         assert servers is not None
-        transport = _choose_transport(servers, ranks.placement.nnodes, config, layout.size_bytes)
-        released_memory = sorted(servers.released_memory)
+        manifest = read_manifest(server_args, servers.parameter_dtypes())
+        model_bytes = plan_arena(manifest.tensors).size_bytes
         reads_host_memory = any(member.fused_modules is not None for member in servers.members)
         return {
-            "transport": transport, "weight_version": servers.weight_version, "released_memory": released_memory,
+            "manifest": MANIFEST.dump_python(manifest, mode="json", exclude={"checkpoint_names"}),
+            "transport": _choose_transport(servers, ranks.placement.nnodes, config, model_bytes),
             "checksum": choose_algorithm(servers_read_host_memory=reads_host_memory),
-        }  # fmt: skip
+            "weight_version": servers.weight_version,
+            "released_memory": sorted(servers.released_memory),
+        }
 
-    decided = ranks.coordinator.agree(ranks.coordinator.next_call_id("transport"), decide, action_timeout_s=10.0)
+    decided = ranks.coordinator.agree(ranks.coordinator.next_call_id("weights"), decide, action_timeout_s=120.0)
     weight_version, transport = decided["weight_version"], decided["transport"]
+    names = checkpoint_names_of(server_args)
+    manifest = dataclasses.replace(MANIFEST.validate_python(decided["manifest"]), checkpoint_names=names)
     if is_streamed(transport):
         updater = _start_streamed(ranks, manifest, weight_version, config, transport)
     else:
@@ -367,16 +364,17 @@ def _choose_transport(servers: Servers, nnodes: int, config: WeightsConfig, mode
             f"weight transport {transport!r} does not support nnodes={nnodes}: do not set `transport` in WeightsConfig"
         )
     other = "" if needs_modules else ", or use WeightsConfig(transport='buckets') on one machine"
-    if limit is not None and model_bytes > limit and not is_streamed(transport):
-        raise BadInputError(
-            f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, more than "
-            f"max_staging_bytes={limit}; raise the limit{other}"
+    problem = None
+    if limit is not None and model_bytes > limit:
+        problem = f"more than max_staging_bytes={limit}; raise the limit"
+    elif model_bytes > available:
+        problem = (
+            f"but only {available} bytes are available on this machine or in this container; free memory or raise the "
+            "limit of the container"
         )
-    if model_bytes > available and not is_streamed(transport):
+    if problem is not None and not is_streamed(transport):
         raise BadInputError(
-            f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, but only "
-            f"{available} bytes are available on this machine or in this container; free memory or raise the limit of "
-            f"the container{other}"
+            f"staging this model for the transport {transport!r} takes {model_bytes} bytes of memory, {problem}{other}"
         )
     return transport
 
@@ -423,52 +421,50 @@ def _start_streamed(
     config: WeightsConfig,
     transport: str,
 ) -> WeightUpdater:
-    """Create one double buffer that all ranks write, or, when the buffers lie on GPUs, one on each rank's GPU."""
-    stream, coordinator = stream_class(transport), ranks.coordinator
-    layout = plan_double_buffer(manifest.tensors, config.max_staging_bytes, stream.in_host_memory)
-    is_lead_writer = coordinator.rank == 0 or not stream.in_host_memory
+    """Create one pair of buckets that all ranks write, or, when the buckets lie on GPUs, one on each rank's GPU."""
+    coordinator, in_host_memory = ranks.coordinator, transport != "cuda_ipc"
+    layout = plan_buckets(manifest.tensors, config.max_staging_bytes, in_host_memory)
+    is_lead_writer = coordinator.rank == 0 or not in_host_memory
     if coordinator.size > MAX_WRITERS:
         raise UnsupportedError(
-            f"{coordinator.size} trainer ranks are more than the {MAX_WRITERS} that can write one buffer"
+            f"{coordinator.size} trainer ranks are more than the {MAX_WRITERS} that can write one pair of buckets"
         )
-    buffer: DoubleBuffer | None = None
-    description: Any = None
+    own: Buckets | None = None
+    description: Json | None = None
     failure: VerlServerError | None = None
     try:
         if is_lead_writer:
-            buffer = stream.create(layout)
-            description = stream.describe(buffer)
+            own = Buckets.create(layout)
+            description = own.description()
+    except VerlServerError as error:
+        failure = error
     except Exception as error:  # noqa: BLE001 - all ranks must raise it
-        failure = (
-            error
-            if isinstance(error, VerlServerError)
-            else VerlServerError(f"the staging memory cannot be created: {type(error).__name__}: {error}")
-        )
+        failure = VerlServerError(f"the staging memory cannot be created: {type(error).__name__}: {error}")
     try:
-        descriptions = _gather_values(coordinator, "double_buffer", description, failure)
-        stream.require_usable(descriptions)
+        descriptions = _gather_values(coordinator, "buckets", description, failure)
+        if not in_host_memory:
+            require_own_gpus(descriptions)
     except BaseException:
-        if buffer is not None:
-            buffer.close()  # memory of a GPU is not freed automatically
+        if own is not None:
+            own.close()  # memory of a GPU is not freed automatically
         raise
-    num_buffers = len(descriptions)
-    logger.info("weights go by %s, through %.1f MB of memory", transport, num_buffers * layout.size_bytes / 1e6)
-    role, writer_ranks = None, ranks.global_ranks if coordinator.size == 1 else frozenset()
-    if stream.in_host_memory:
-        buffer, shared = _map_on_all_ranks(
-            coordinator, buffer, lambda: DoubleBuffer.open(descriptions[0]["location"], layout)
-        )
-        writer_ranks = ranks.global_ranks if shared else frozenset()
-        index, count = (coordinator.rank, coordinator.size) if shared else (0, 1)
-        if shared or is_lead_writer:
-            assert buffer is not None
-            role = BufferRole(buffer, index, count, is_lead_writer, buffer_index=0, num_buffers=num_buffers)
-    else:
-        assert buffer is not None
-        role = BufferRole(buffer, 0, 1, True, buffer_index=coordinator.rank, num_buffers=num_buffers)
-    num_writers = 1 if role is None else role.num_writers
-    buffers = DoubleBuffers(transport, layout, descriptions, num_writers, ranks.timeout_s)
-    return StreamedUpdater(ranks, manifest, weight_version, buffers, role, writer_ranks)
+    logger.info("weights go by %s, through %.1f MB of memory", transport, len(descriptions) * layout.size_bytes / 1e6)
+    shared = False
+    if in_host_memory:
+        own, shared = _map_on_all_ranks(coordinator, own, lambda: Buckets.open(descriptions[0]["location"], layout))
+    buckets = RankBuckets(
+        transport,
+        layout,
+        descriptions,
+        num_writers=coordinator.size if shared else 1,
+        timeout_s=ranks.timeout_s,
+        own=own,
+        writer_index=coordinator.rank if shared else 0,
+        is_lead_writer=is_lead_writer,
+        own_index=0 if in_host_memory else coordinator.rank,
+    )
+    writer_ranks = ranks.global_ranks if shared or coordinator.size == 1 else frozenset()
+    return StreamedUpdater(ranks, manifest, weight_version, buckets, writer_ranks)
 
 
 def _gather_values(
@@ -502,29 +498,3 @@ def _map_on_all_ranks(
         mapped.close()
         mapped = None
     return mapped, everywhere
-
-
-def _agree_on_manifest(
-    coordinator: RankCoordinator, servers: Servers | None, server_args: Mapping[str, Any]
-) -> Manifest:
-    """The tensors that the model of rank 0's server arguments accepts, on all ranks. Rank 0 asks the servers."""
-
-    def describe(_: list[Json]) -> Json:
-        assert servers is not None
-        manifest = read_manifest(server_args, servers.parameter_dtypes())
-        tensors = {name: [list(spec.shape), spec.dtype] for name, spec in manifest.tensors.items()}
-        return {
-            "tensors": tensors, "optional": sorted(manifest.optional), "ignored": sorted(manifest.ignored),
-            "tied": manifest.tied, "narrowest": dict(manifest.narrowest),
-        }  # fmt: skip
-
-    wire = coordinator.agree(coordinator.next_call_id("manifest"), describe, action_timeout_s=120.0)
-    tensors = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in wire["tensors"].items()}
-    return Manifest(
-        tensors,
-        frozenset(wire["optional"]),
-        frozenset(wire["ignored"]),
-        None if wire["tied"] is None else tuple(wire["tied"]),
-        wire["narrowest"],
-        checkpoint_names_of(server_args),
-    )

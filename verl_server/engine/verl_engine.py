@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import contextlib
 import logging
-import queue
 import time
 import weakref
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import orjson
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.engine import with_common_names
@@ -29,19 +30,14 @@ from verl_server.engine.start import (
     start_weight_updater,
 )
 from verl_server.errors import BadInputError, ShutDownError, VerlServerError, from_wire, to_wire
-from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.ranks.pending_calls import to_peer_wire
+from verl_server.ranks.coordinator import RankCoordinator, to_peer_wire
 from verl_server.ranks.placement import compute_placement
 from verl_server.ranks.shared_meshes import engine_ended, engine_started
+from verl_server.threads import call_in_thread
 from verl_server.types import Json, WeightUpdateResult
-from verl_server.validation import check_arguments, is_list, is_whole_number, to_plain
-from verl_server.weights.manifest import fused_with
+from verl_server.validation import check_arguments, is_list, to_plain
 from verl_server.weights.update.options import Servers, UpdateOptions
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -151,15 +147,12 @@ class RankGeneration:
 
     def stream(self, request: Json) -> Iterator[Json]:
         """The growing replies to one prompt, on all ranks: rank 0 sends each event of the backend to the others."""
-        return self._stream(request, self._get_refusal())
-
-    def _stream(self, request: Json, refusal: VerlServerError | None) -> Iterator[Json]:
         group, call = self._group, self._group.next_call_id("stream")
         events = group.open_stream(call)
         try:
-            group.agree(call, require_same_request, contribution=digest_of(request), error=refusal)
+            group.agree(call, require_same_request, contribution=digest_of(request), error=self._get_refusal())
             if group.rank == 0:
-                with _EndOfStream(group, call):
+                with _end_of_stream(group, call):
                     for event in self._backend_for(request).generate_stream(**request):
                         group.publish_event(call, event)
                         yield event
@@ -170,67 +163,44 @@ class RankGeneration:
         finally:
             group.close_stream(call)
 
-    def async_stream(self, request: Json) -> AsyncIterator[Json]:
+    async def async_stream(self, request: Json) -> AsyncIterator[Json]:
         """`stream` for an event loop."""
-        return self._async_stream(request, self._get_refusal())
-
-    async def _async_stream(self, request: Json, refusal: VerlServerError | None) -> AsyncIterator[Json]:
         group, call = self._group, self._group.next_call_id("async_stream")
         events = group.open_stream(call)
+
+        async def act(contributions: list[Json]) -> None:
+            require_same_request(contributions)
+
         try:
-            await group.agree_async(call, _agree_on_request, contribution=digest_of(request), error=refusal)
+            await group.agree_async(call, act, contribution=digest_of(request), error=self._get_refusal())
             if group.rank == 0:
-                with _EndOfStream(group, call):
+                with _end_of_stream(group, call):
                     backend = await self._async_backend_for(request)
                     async for event in backend.async_generate_stream(**request):
                         group.publish_event(call, event)
                         yield event
             else:
-                with _EventReader(events) as reader:
-                    while "end" not in (event := await reader.next()):
-                        yield event
-                    _raise_end(event)
+                while "end" not in (event := await call_in_thread(events.get)):
+                    yield event
+                _raise_end(event)
         finally:
             group.close_stream(call)
+            events.put({"end": None})  # ends the thread that waits for a stream that was cancelled
 
 
-class _EventReader:
-    """Waits for the events of one stream in a thread of its own: any number of streams can wait at the same time."""
-
-    def __init__(self, events: queue.SimpleQueue[Json]) -> None:
-        self._events = events
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="verl-server-stream")
-
-    async def next(self) -> Json:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._events.get)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._events.put({"end": None})  # wakes the thread of a stream that was cancelled
-        self._thread.shutdown(wait=False)
-
-
-class _EndOfStream:
-    """Context of a stream on rank 0: tells the other ranks how the stream ended, also when it failed."""
-
-    def __init__(self, group: RankCoordinator, call: str) -> None:
-        self._group, self._call = group, call
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        failed = error is not None and not isinstance(error, GeneratorExit)
-        self._group.publish_event(
-            self._call, {"end": to_peer_wire(error, self._group.rank) if failed and error is not None else None}
-        )
-
-
-async def _agree_on_request(contributions: list[Json]) -> None:
-    """The action of a call that only waits until all ranks have arrived."""
-    require_same_request(contributions)
+@contextlib.contextmanager
+def _end_of_stream(group: RankCoordinator, call: str) -> Iterator[None]:
+    """On rank 0: tells the other ranks how the stream in the body ended, also when it failed."""
+    end: Json | None = None
+    try:
+        yield
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        end = to_peer_wire(error, group.rank)
+        raise
+    finally:
+        group.publish_event(call, {"end": end})
 
 
 def _raise_end(event: Json) -> None:
@@ -252,19 +222,16 @@ class LoraAdapters:
     def __init__(self, server_args: Mapping[str, Any]) -> None:
         """`server_args`: SGLang's arguments of the servers, as far as the caller knows them."""
         self._names = set(lora_paths_by_name(server_args.get("lora_paths")))
-        self._max_rank = server_args.get("max_lora_rank")
-        self._targets = server_args.get("lora_target_modules")
 
     def load(self, backend: Servers, name: str, tensors: Mapping[str, torch.Tensor], config: Json) -> None:
         """Load a LoRA adapter. A LoRA adapter of the same name is removed first, when no request uses it any more.
 
         This includes a LoRA adapter that the servers loaded when they started. When the load fails, no LoRA adapter has
         the name, and requests for it are refused. Raises BadInputError, and removes nothing, for a name that is no
-        string or is empty, and for a LoRA adapter that is too large for the arguments of the servers.
+        string or is empty.
         """
         if not isinstance(name, str) or not name:
             raise BadInputError(f"the name of a LoRA adapter must be a string, and not empty; got {name!r}")
-        self._require_capacity(config)
         if name in self._names:
             self.unload(backend, name)
         backend.load_lora_adapter(name, tensors, config)
@@ -275,25 +242,6 @@ class LoraAdapters:
         self.require(backend, name)
         self._names.discard(name)
         backend.unload_lora_adapter(name)
-
-    def _require_capacity(self, config: Json) -> None:
-        """Raise BadInputError if the servers have no memory for the rank or a target module of a LoRA adapter."""
-        rank = config["r"]
-        if is_whole_number(self._max_rank) and rank > self._max_rank:
-            raise BadInputError(
-                f"the LoRA adapter has rank {rank}, but the servers were started with max_lora_rank={self._max_rank}",
-                argument="max_lora_rank",
-            )
-        targets = self._targets
-        if not isinstance(targets, (list, tuple, set, frozenset)) or "all" in targets:
-            return
-        served = {part for target in targets for part in fused_with(str(target).rpartition(".")[2])}
-        if unserved := sorted(set(config["target_modules"]) - served):
-            raise BadInputError(
-                f"the LoRA adapter has the target modules {unserved}, but the servers were started with "
-                f"lora_target_modules={sorted(targets)}",
-                argument="lora_target_modules",
-            )
 
     def require(self, backend: Servers, lora_path: Any) -> None:
         """Raise BadInputError unless a request's LoRA adapters are all loaded. `lora_path`: a name or a list.
@@ -332,7 +280,7 @@ class VerlEngine:
     same order and get equal results or errors: PeerError or ServerDiedError in all calls after a rank or server ended.
     """
 
-    @check_arguments(skip=("servers", "fleet"))
+    @check_arguments(skip=("device_mesh_cpu", "servers", "fleet"))
     def __init__(
         self,
         device_mesh_cpu: DeviceMesh,

@@ -13,7 +13,6 @@ from verl_server.errors import BadInputError
 from verl_server.validation import require_whole_number
 
 # -- Machine ----------------------------------------------------------------------------------------
-# Identity and network address of this machine.
 
 ROUTED_PEERS = ("192.0.2.1", "2001:db8::1")
 """Addresses of documentation networks (RFC 5737, RFC 3849): the route to them is the default route of the machine."""
@@ -31,6 +30,14 @@ def machine_id() -> str:
     These processes have the same boot of the kernel, the same PID namespace and the same user.
     """
     return f"{boot_id()}:{os.readlink('/proc/self/ns/pid')}:{os.getuid()}"
+
+
+def known_machine_id() -> str | None:
+    """`machine_id`, or None in a sandbox without the files of /proc that have it."""
+    try:
+        return machine_id()
+    except OSError:
+        return None
 
 
 def own_address(peer: str) -> str:

@@ -32,9 +32,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
 from verl_server.errors import PeerError, VerlServerError
 from verl_server.ranks.bounded_store import BoundedStore
-from verl_server.ranks.placement import machine_id
+from verl_server.ranks.placement import known_machine_id
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
@@ -64,8 +67,6 @@ def _store(operation: str, *args: Any) -> Any:
 
     Torch's own connection serves one operation at a time: it may wait for a rank that has to create a communicator.
     """
-    from torch.distributed.distributed_c10d import _get_default_store
-
     try:
         original = _get_default_store()
         if _Process.store is None or _Process.store[0] is not original:
@@ -103,24 +104,16 @@ def _decide(name: str, outcome: Json) -> None:
 
 def has_other_ranks(engine_ranks: frozenset[int]) -> bool:
     """Whether the trainer has ranks that are not of this engine."""
-    import torch.distributed as dist
-
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > len(engine_ranks)
 
 
 def engine_started(engine: object, engine_ranks: frozenset[int]) -> None:
     """Tell the ranks of other engines that this rank takes part in updates from now on."""
-    import torch.distributed as dist
-
     with _Process.lock:
         _Process.engines.add(engine)
         if has_other_ranks(engine_ranks):
             rank = dist.get_rank()
-            try:
-                machine = machine_id()
-            except OSError:  # a sandbox without these files of /proc: no rank can see whether this process lives
-                machine = None
-            _write(f"engine/{rank}", {"machine": machine, "pid": os.getpid()})
+            _write(f"engine/{rank}", {"machine": known_machine_id(), "pid": os.getpid()})
             _Process.next_update = max(_Process.next_update, _pair(_read(f"missed/{rank}")))
 
 
@@ -129,8 +122,6 @@ def engine_ended(engine: object, engine_ranks: frozenset[int], error: VerlServer
 
     May be called in any thread, and again: the last engine of a rank may end while the next one starts.
     """
-    import torch.distributed as dist
-
     with _Process.lock:
         was_started = engine in _Process.engines
         _Process.engines.discard(engine)
@@ -154,11 +145,8 @@ def _end_of_engine(rank: int) -> str | None:
 
 def _end_of_process(rank: int) -> str | None:
     """Says that the process of a rank has ended, if that is known, or None."""
-    try:
-        state = _read(f"engine/{rank}")
-        if state is None or state.get("machine") != machine_id():
-            return None
-    except OSError:
+    state = _read(f"engine/{rank}")
+    if state is None or state.get("machine") is None or state["machine"] != known_machine_id():
         return None
     try:
         is_gone = Path(f"/proc/{state['pid']}/stat").read_bytes().rpartition(b")")[2].split()[0] in b"ZX"
@@ -253,8 +241,6 @@ class SharedMeshes:
             return
         _Process.next_update = (self._round, self._number + 1) if self._new_round is None else (self._new_round, 1)
         if self._has_left:
-            import torch.distributed as dist
-
             try:
                 for rank in range(dist.get_world_size()):
                     if _end_of_engine(rank) is not None:
@@ -281,8 +267,6 @@ class SharedMeshes:
     # -- one agreement ------------------------------------------------------------------------------
 
     def _rank(self) -> int:
-        import torch.distributed as dist
-
         return dist.get_rank()
 
     def _why_left(self, rank: int) -> str | None:

@@ -40,9 +40,8 @@ from verl_server.vllm_server.reload import LayerwiseLoad, NamedTensors, PartialM
 from verl_server.weights.arena import Report
 from verl_server.weights.loader import MAX_COPIED_BYTES, MAX_ERROR_CHARACTERS, MAX_UNREAD_NAMES, MAX_UNWRITTEN_NAMES
 from verl_server.weights.manifest import read_manifest
-from verl_server.weights.owner import note_loaded, require_owner
 from verl_server.weights.transports import receiver_class
-from verl_server.weights.transports.base import Receiver
+from verl_server.weights.transports.base import Receiver, note_loaded, require_owner
 from verl_server.weights.verification import XXH3, ReadTensors, compute_checksum
 
 # -- Weight session ---------------------------------------------------------------------------------

@@ -19,15 +19,13 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from verl_server.errors import UnsupportedError, VerlServerError
 from verl_server.types import Json, TensorSpec
 from verl_server.weights.device import PinnedMemory
-
-if TYPE_CHECKING:
-    import torch
-
 
 # -- Layout -----------------------------------------------------------------------------------------
 # Layout of the arena: the byte offset of each tensor. Pure: equal manifests give equal layouts on every rank.
@@ -40,18 +38,13 @@ if TYPE_CHECKING:
 
 REPORT_BYTES = 16384
 MAX_TP_RANKS = 64
-"""Maximum number of TP ranks, of all servers together, that one arena or double buffer serves."""
+"""Maximum number of TP ranks, of all servers together, that one arena or one pair of buckets serves."""
 TABLE_OFFSET = REPORT_BYTES * MAX_TP_RANKS
 ALIGNMENT = 64
 PAGE_BYTES = 4096
 CHECKSUM_BYTES = 8
 LARGEST_OFFSET = 2**53
 """Stands for an offset that is not known yet: its JSON text is at least as long as that of any real offset."""
-SAFETENSORS_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-}  # fmt: skip
 ELEMENT_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
@@ -371,8 +364,6 @@ def tensor_view(memory: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Te
 
     `offset` is a multiple of the element size of `spec.dtype`.
     """
-    import torch
-
     dtype = getattr(torch, spec.dtype)
     storage_offset = memory.storage_offset() + offset
     shape = torch.Size(spec.shape)
@@ -383,8 +374,6 @@ def tensor_view(memory: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Te
 
 def tensor_views(memory: memoryview, rows: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """The named tensors of a table as views of `memory`. `rows`: name, byte offset, shape and dtype of each."""
-    import torch
-
     flat = torch.frombuffer(memory, dtype=torch.uint8)
     for name, offset, shape, dtype in rows:
         yield name, tensor_view(flat, offset, TensorSpec(tuple(shape), dtype))
@@ -415,8 +404,6 @@ class Arena:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor `name` as a view of the arena: writing the tensor writes the arena."""
-        import torch
-
         if name in self._tensors:
             return self._tensors[name]
         if self._flat is None:

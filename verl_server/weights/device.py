@@ -10,16 +10,14 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 logger = logging.getLogger(__name__)
 
 
 # -- Loading ----------------------------------------------------------------------------------------
-# Copies of received tensors on the accelerator of a TP rank, from which a model loads them.
 
 
 def copies_on(device: torch.device, named_tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Any]]:
@@ -29,8 +27,6 @@ def copies_on(device: torch.device, named_tensors: Iterator[tuple[str, torch.Ten
     until its copy is finished: a bucket is filled again when no reference to it is left. Tensors that are on an
     accelerator already are passed on. Where the accelerator has no memory for a copy, the copy is on the host.
     """
-    import torch
-
     module = torch.get_device_module(device)
     stream = module.Stream(device)
     ahead: Any = None
@@ -84,8 +80,6 @@ class PinnedMemory:
 
         Copies work in any case. Without registration they are slower.
         """
-        import torch
-
         if self._was_tried or not torch.cuda.is_available():
             return self._address != 0
         self._was_tried = True
@@ -108,8 +102,6 @@ class PinnedMemory:
 
 def _cuda_runtime() -> Any:
     """torch's own binding of the CUDA runtime."""
-    import torch
-
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
@@ -136,9 +128,8 @@ class StagingCopies:
         A trainer may keep its parameters in the arena. `source` must not be changed before `wait`. Returns a tensor
         that has the elements of `target` now already: `target`, or `source` in the dtype of `target`.
         """
-        import torch
-
-        if _is_same(target, source) or not source.numel():
+        is_same = target.data_ptr() == source.data_ptr() and target.stride() == source.stride()
+        if (is_same and target.dtype == source.dtype) or not source.numel():
             return target
         if source.device.type == "cpu":
             target.copy_(source)
@@ -158,18 +149,9 @@ class StagingCopies:
 
     def wait(self) -> None:
         """Wait for the copies."""
-        import torch
-
         for device in self._devices:
             torch.get_device_module(device).current_stream(device).synchronize()
         self._devices.clear()
-
-
-def _is_same(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether two tensors of the same shape are the same memory."""
-    return (
-        target.data_ptr() == source.data_ptr() and target.stride() == source.stride() and target.dtype == source.dtype
-    )
 
 
 # -- Streams ----------------------------------------------------------------------------------------
@@ -184,8 +166,6 @@ class CallerOrder:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        import torch
-
         self._device = tensor.device
         self._module: Any = None if tensor.device.type == "cpu" else torch.get_device_module(tensor.device)
         self._event: Any = None
@@ -210,8 +190,6 @@ class CallerOrder:
 
 def accelerator() -> torch.device | None:
     """The current accelerator of this thread, if this process can use one."""
-    import torch
-
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
@@ -220,14 +198,10 @@ def as_current(device: torch.device | None) -> contextlib.AbstractContextManager
 
     A new thread starts with device 0, and `accelerator` would return that.
     """
-    import torch
-
     return contextlib.nullcontext() if device is None else torch.get_device_module(device).device(device)
 
 
 def wait_for_device(device: torch.device) -> None:
     """Wait for everything that runs on a device."""
-    import torch
-
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

@@ -18,9 +18,8 @@ import torch
 
 from verl_server.weights.arena import Report
 from verl_server.weights.device import copies_on, wait_for_device
-from verl_server.weights.owner import note_loaded, require_owner
 from verl_server.weights.transports import receiver_class
-from verl_server.weights.transports.base import Receiver
+from verl_server.weights.transports.base import Receiver, note_loaded, require_owner
 from verl_server.weights.verification import XXH3, Checksums, Coverage, ReadTensors, verified_share
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ConfigDict, TypeAdapter
+
+from verl_server.adapter.model_files import ALL_LINEAR, PREFIX, plain_lora_config
 from verl_server.errors import BadInputError, UnsupportedError, WeightManifestError
 from verl_server.platforms.server_report import FLOAT_DTYPES, served_dtypes, widest_dtype
 from verl_server.types import Json, TensorSpec
 from verl_server.validation import did_you_mean
-from verl_server.weights.arena import SAFETENSORS_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -53,16 +55,22 @@ class CheckpointNames:
         return self._build_model()
 
     @cached_property
+    def _known_model(self) -> Any:
+        """`model`, or None if its files are not on this machine or transformers cannot build it."""
+        try:
+            return self.model
+        except (BadInputError, UnsupportedError):
+            return None
+
+    @cached_property
     def _model(self) -> Any:
-        """The model on torch's meta device, or None if it cannot be built or transformers has no rules for it."""
+        """`_known_model`, or None if transformers has no rules for it."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import PrefixChange
         except ImportError:  # transformers 4, whose models have the names of checkpoints
             return None
-        try:
-            model = self.model
-        except (BadInputError, UnsupportedError):  # its files are not on this machine, or its code is not known
+        if (model := self._known_model) is None:
             return None
         # As `save_pretrained` does for a model that was not loaded from a checkpoint, but once, not for each tensor.
         mapping = get_model_conversion_mapping(model, add_legacy=False)
@@ -81,9 +89,7 @@ class CheckpointNames:
 
         Empty if the model cannot be built, or if the checkpoint has other names than transformers saves.
         """
-        try:
-            model = self.model
-        except (BadInputError, UnsupportedError):
+        if (model := self._known_model) is None:
             return frozenset()
         tensors: dict[str, Any] = model.state_dict()
         used = {new for name, tensor in tensors.items() for new in self.specs(name, TensorSpec.of(tensor))}
@@ -96,10 +102,7 @@ class CheckpointNames:
 
         Empty if the model cannot be built.
         """
-        try:
-            tied = getattr(self.model, "_tied_weights_keys", None)
-        except (BadInputError, UnsupportedError):
-            return []
+        tied = getattr(self._known_model, "_tied_weights_keys", None)
         pairs = tied.items() if isinstance(tied, Mapping) else ()  # transformers 4 has names without their partners
         return [{self.checkpoint_name(name) for name in pair} for pair in pairs]
 
@@ -230,17 +233,9 @@ def build_on_meta(config: Any, *, trust_remote_code: bool) -> Any:
 
 
 # -- Unknown names ----------------------------------------------------------------------------------
-# Explanations of tensor names that the model does not have. Pure functions.
-#
-# The common mistakes are names of a wrapped module, and names that SGLang uses inside the server.
 
-WRAPPER_PREFIXES = {
-    "module": "DistributedDataParallel",
-    "_orig_mod": "torch.compile",
-    "_fsdp_wrapped_module": "FullyShardedDataParallel",
-    "_checkpoint_wrapped_module": "checkpoint_wrapper",
-}
-"""Components that wrappers add to parameter names, and the wrapper that adds each of them."""
+WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Components that wrappers of modules add to parameter names, for example DistributedDataParallel."""
 PEFT_COMPONENTS = frozenset({
     "base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
 })  # fmt: skip
@@ -260,44 +255,24 @@ def fused_with(component: str) -> set[str]:
 
 
 def explain_unknown_name(name: str, known: Collection[str]) -> str:
-    """The end of an error message about the unknown tensor `name`: its cause and cure, or the most similar name.
+    """The end of an error message about the unknown tensor `name`: its cure, or the most similar of the `known` names.
 
-    `known`: the names that the model accepts. Empty if nothing is similar.
+    Empty if nothing is similar.
     """
     components = name.split(".")
     if not PEFT_COMPONENTS.isdisjoint(components):
         return (
-            ": the trainer's model has a LoRA adapter of PEFT. Push the LoRA adapter with load_lora_adapter. Or merge "
-            "it into the weights (model.merge_adapter()), push them with the names of the checkpoint, that is without "
+            ": the trainer's model has a LoRA adapter of PEFT. Push it with load_lora_adapter. Or merge it into the "
+            "weights (model.merge_adapter()), push them with the names of the checkpoint, that is without "
             "'base_model.model.' and '.base_layer' and without the tensors of the LoRA adapter, and unmerge it"
         )
-    prefixes = [component for component in dict.fromkeys(components) if component in WRAPPER_PREFIXES]
-    plain_name = ".".join(component for component in components if component not in WRAPPER_PREFIXES)
-    parts = _checkpoint_names(plain_name, known)
-    wrappers = " and ".join(f"{prefix + '.'!r} ({WRAPPER_PREFIXES[prefix]})" for prefix in prefixes)
-    wrapped = f" it contains {wrappers}, which a wrapper of the module adds" if prefixes else ""
-    if prefixes and plain_name in known:
-        return f":{wrapped}. Remove it from the names: {plain_name!r}"
-    for start in range(1, len(components)):
-        if (end := ".".join(components[start:])) in known:
-            prefix = ".".join(components[:start])
-            return f": remove the prefix {prefix + '.'!r} from the names: {end!r}"
-    if parts:
-        return (
-            f":{wrapped + ', and' if wrapped else ''} SGLang makes this tensor inside the server from tensors of the "
-            f"checkpoint. Push them by their Hugging Face names: {', '.join(map(repr, parts))}"
-        )
+    wrappers = [f"{component}." for component in dict.fromkeys(components) if component in WRAPPERS]
+    plain = [component for component in components if component not in WRAPPERS]
+    for start in range(len(plain)):
+        if (end := ".".join(plain[start:])) in known:
+            prefixes = wrappers or [".".join(plain[:start]) + "."]
+            return f": remove {' and '.join(map(repr, prefixes))} from the names: {end!r}"
     return did_you_mean(name, known)
-
-
-def _checkpoint_names(name: str, known: Collection[str]) -> list[str]:
-    """The known names of the tensors that SGLang fuses into the tensor `name`. Empty for another tensor."""
-    components = name.split(".")
-    for fused, parts in SERVER_FUSED_NAMES.items():
-        if fused in components:
-            names = [".".join(part if component == fused else component for component in components) for part in parts]
-            return names if set(names) <= set(known) else []
-    return []
 
 
 # -- Manifest ---------------------------------------------------------------------------------------
@@ -330,6 +305,7 @@ class Manifest:
 
     unserved: frozenset[str] = frozenset()
     """Names in `tensors` that the servers' model class ignores, as an update of the whole model has shown."""
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
 
     @cached_property
     def required(self) -> frozenset[str]:
@@ -374,6 +350,11 @@ class Manifest:
         """
         names = self._names_to_convert(name)
         return names is not None and names.is_converted(name, spec)
+
+    def checkpoint_parts(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """The checkpoint's named tensors for the trainer's tensor `name`, in the order of `checkpoint_specs`."""
+        names = self._names_to_convert(name)
+        return [(name, tensor)] if names is None else names.tensors(name, tensor)
 
     def _names_to_convert(self, name: str) -> CheckpointNames | None:
         """The conversion for the trainer's tensor `name`. None for a name that checkpoints have."""
@@ -442,12 +423,17 @@ class Manifest:
             )
         if dtype != spec.dtype and not (dtype in CASTABLE_DTYPES and spec.dtype in CASTABLE_DTYPES):
             raise WeightManifestError(
-                f"{name!r} has dtype {dtype}, the model expects {spec.dtype}{_dtype_cure(spec.dtype)}",
+                f"{name!r} has dtype {dtype}, the model expects {spec.dtype}. Only {', '.join(FLOAT_DTYPES)} are "
+                "converted to each other: multiply a quantized tensor, for example of float8, by its scale",
                 name=name,
                 expected=spec.dtype,
                 got=dtype,
             )
         return None if is_ignored else spec
+
+
+MANIFEST = TypeAdapter(Manifest)
+"""Converts a manifest to JSON and back, without `checkpoint_names`."""
 
 
 def _shape_cure(shape: tuple[int, ...], dtype: str) -> str:
@@ -460,16 +446,6 @@ def _shape_cure(shape: tuple[int, ...], dtype: str) -> str:
     if dtype in ("uint8", "int8"):
         return ". Quantized weights (QLoRA) are packed: push the dequantized tensor, or the LoRA adapter"
     return ""
-
-
-def _dtype_cure(expected: str) -> str:
-    """The end of an error about a dtype that cannot be cast to `expected`."""
-    if expected not in CASTABLE_DTYPES:
-        return ""
-    return (
-        f". These dtypes are converted: {', '.join(sorted(CASTABLE_DTYPES))}. Convert the tensor to one of them, and "
-        "multiply a quantized tensor, for example of float8, by its scale"
-    )
 
 
 # -- Read manifest ----------------------------------------------------------------------------------
@@ -485,6 +461,11 @@ MTP_PREFIX = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 """How the names of layers for multi-token prediction (MTP) begin, where they are not numbered as decoder layers."""
 INDEX_FILE = "model.safetensors.index.json"
 CONSOLIDATED_FILE = "consolidated.safetensors"
+SAFETENSORS_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
 
 
 def read_manifest(server_args: Mapping[str, Any], reported_dtypes: Sequence[Json | None] = ()) -> Manifest:
@@ -656,3 +637,107 @@ def _architecture_tensors(names: CheckpointNames, config: Any) -> dict[str, Tens
         if name not in tied:
             specs.update(names.specs(name, TensorSpec.of(tensor)))
     return specs
+
+
+# -- LoRA adapters ----------------------------------------------------------------------------------
+# Checks of a LoRA adapter against the model before the LoRA adapter is sent. Pure functions.
+#
+# Tensors have PEFT's names: `base_model.model.<module>.lora_A.weight` of shape [rank, inputs], and
+# `base_model.model.<module>.lora_B.weight` of shape [outputs, rank]. SGLang ignores names that it does not know and
+# would then serve an incomplete LoRA adapter.
+
+SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+
+
+def check_lora_adapter(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], manifest: Manifest) -> Json:
+    """Check that the LoRA adapter's tensors fit its configuration and the model. Returns the configuration for SGLang.
+
+    `config` is PEFT's `adapter_config.json` with `r`, `lora_alpha` and `target_modules`. Raises BadInputError for an
+    invalid configuration or a configuration that SGLang does not support, and WeightManifestError for a tensor that
+    does not fit or is missing.
+    """
+    plain_config = plain_lora_config(config, specs)
+    targets = config["target_modules"]
+    if not specs:
+        raise BadInputError("the LoRA adapter has no tensors: pass its lora_A and lora_B tensors as named_tensors")
+    modules = {_module_of(name) for name in specs}
+    for module in sorted(modules):
+        if not _is_target(module, targets):
+            raise WeightManifestError(
+                f"the LoRA adapter has tensors for {module!r}, which target_modules={targets!r} do not match",
+                name=module,
+            )
+        expected = Manifest(_lora_tensors(module, plain_config["r"], manifest))
+        for name in expected.tensors:
+            if name not in specs:
+                raise WeightManifestError(f"the LoRA adapter lacks {name!r}", name=name)
+            expected.check(name, specs[name].shape, specs[name].dtype)
+    for target in () if isinstance(targets, str) else sorted(targets):
+        if not any(_is_target(module, [target]) for module in modules):
+            raise WeightManifestError(f"the LoRA adapter has no tensors for its target module {target!r}", name=target)
+    return {**plain_config, "target_modules": sorted({module.rpartition(".")[2] for module in modules})}
+
+
+def missing_fused_parts(
+    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], manifest: Manifest
+) -> dict[str, TensorSpec]:
+    """Specs by name of the tensors that SGLang needs in addition to those of a checked LoRA adapter. Send zeros.
+
+    SGLang fuses `q_proj`, `k_proj` and `v_proj` of a layer, and other modules. It fails or stops if a LoRA adapter has
+    only some of them, for example `q_proj` without `v_proj`. Zeros do not change what the LoRA adapter computes.
+    """
+    modules = {_module_of(name) for name in specs}
+    missing: dict[str, TensorSpec] = {}
+    for module in modules:
+        parent, _, own_part = module.rpartition(".")
+        for part in fused_with(own_part):
+            other = f"{parent}.{part}"
+            if other not in modules and f"{other}.weight" in manifest.tensors:
+                missing |= _lora_tensors(other, int(config["r"]), manifest)
+    return missing
+
+
+def _is_target(module: str, targets: Collection[str]) -> bool:
+    """Whether `module` is among the targets, as in PEFT: names, the ends of paths, or one regular expression."""
+    if isinstance(targets, str):
+        try:
+            return targets == ALL_LINEAR or re.fullmatch(targets, module) is not None
+        except re.error as error:
+            raise BadInputError(f"target_modules {targets!r} is no regular expression: {error}") from None
+    return any(module == target or module.endswith(f".{target}") for target in targets)
+
+
+def _lora_tensors(module: str, rank: int, manifest: Manifest) -> dict[str, TensorSpec]:
+    """Specs of the module's tensors lora_A and lora_B by name. Raises WeightManifestError if it is no linear layer."""
+    weight = manifest.tensors.get(f"{module}.weight")
+    if manifest.tied is not None and f"{module}.weight" == manifest.tied[0]:
+        raise WeightManifestError(
+            f"{module!r} cannot have a LoRA adapter: it is one parameter with the embedding {manifest.tied[1]!r} "
+            "(tie_word_embeddings). Leave it out of target_modules, or train and serve a checkpoint with "
+            f"tie_word_embeddings=false in its config.json and with its own {manifest.tied[0]!r}",
+            name=module,
+        )
+    if weight is None:
+        raise WeightManifestError(f"the model has no module {module!r}", name=module)
+    if len(weight.shape) != 2:
+        raise WeightManifestError(
+            f"{module!r} cannot have a LoRA adapter: it is no linear layer, its weight has shape {list(weight.shape)}",
+            name=module,
+        )
+    shapes = (rank, weight.shape[1]), (weight.shape[0], rank)
+    names = [f"{PREFIX}{module}{suffix}" for suffix in SUFFIXES]
+    return {name: TensorSpec(shape, "float32") for name, shape in zip(names, shapes, strict=True)}
+
+
+def _module_of(name: str) -> str:
+    """The module that a tensor of a LoRA adapter belongs to. Raises WeightManifestError for another name."""
+    for suffix in SUFFIXES:
+        if name.startswith(PREFIX) and name.endswith(suffix):
+            return name[len(PREFIX) : -len(suffix)]
+    raise WeightManifestError(
+        f"{name!r} is no tensor of a LoRA adapter: its tensors are called {PREFIX}<module>{SUFFIXES[0]} and "
+        f"{PREFIX}<module>{SUFFIXES[1]}, as peft.get_peft_model_state_dict(model, save_embedding_layers=False) returns "
+        "them. The LoRA adapter of an embedding, and whole tensors that were trained (modules_to_save), are not "
+        "supported: merge the LoRA adapter into the weights and push them with update_weights_from_tensor",
+        name=name,
+    )

@@ -18,15 +18,12 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from verl_server.weights.arena import CHECKSUM_BYTES
-
-if TYPE_CHECKING:
-    import torch
 
 MARKS = {"bfloat16": 0x7FB5, "float16": 0x7DB5, "float32": 0x7FB55AA5}
 """Bit pattern of the mark by dtype: a signalling NaN with a payload that no computation produces."""
@@ -162,8 +159,6 @@ def choose_algorithm(*, servers_read_host_memory: bool = False) -> str:
 
     `servers_read_host_memory`: the servers compute the checksums on the host (vLLM), where XXH3 is 50 times as fast.
     """
-    import torch
-
     return POSITIONAL_SUM if torch.cuda.is_available() and not servers_read_host_memory else XXH3
 
 
@@ -180,8 +175,6 @@ class Checksums:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Compute the checksum of a contiguous tensor."""
-        import torch
-
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         if self._algorithm == XXH3:
             self._values.append(_hash(data))
@@ -221,8 +214,6 @@ def shares_are_complete(shares: Sequence[tuple[int, int]]) -> bool:
 
 def _on_host(values: Sequence[Any]) -> list[Any]:
     """Numbers, and tensors with one number, on the host: with one transfer from each device."""
-    import torch
-
     numbers = list(values)
     positions_by_device: dict[torch.device, list[int]] = {}
     for position, value in enumerate(values):
@@ -253,8 +244,6 @@ def _positional_total(data: torch.Tensor, device: torch.device) -> torch.Tensor:
     Computed with integers of 64 bits that overflow, so that the value is the same on every device. Each word is
     multiplied by an odd number.
     """
-    import torch
-
     padding = -data.numel() % CHECKSUM_BYTES
     if padding or data.storage_offset() % CHECKSUM_BYTES:  # torch has no unaligned views
         data = torch.cat([data, data.new_zeros(padding)])

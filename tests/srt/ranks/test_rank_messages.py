@@ -30,8 +30,7 @@ from verl_server.ranks.channel import (
     send_frame,
     wait_until_all_sent,
 )
-from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.ranks.pending_calls import PendingCalls, to_peer_wire
+from verl_server.ranks.coordinator import PendingCalls, RankCoordinator, to_peer_wire
 
 
 def connected_despite(strangers: Callable[[tuple[str, int], bytes], Any], timeout_s: float = 5.0) -> float:
@@ -327,23 +326,6 @@ def test_the_ranks_name_the_rank_that_shut_down() -> None:
         assert [error.details["ranks"] for error in found] == [[0]] * len(others), found
         for one in others:
             one.close()
-
-
-def test_an_interrupt_while_a_message_is_sent_ends_the_connection() -> None:
-    """The other rank could not find the end of half a message, and would read later messages as its rest."""
-
-    class Interrupted(socket.socket):
-        def send(self, data: Any, flags: int = 0) -> int:
-            super().send(data[: len(data) // 2], flags)
-            raise KeyboardInterrupt
-
-    left, right = connected_sockets()
-    channel = Channel(Interrupted(fileno=left.detach()), 1)
-    with pytest.raises(KeyboardInterrupt):
-        channel.send({"call_id": "generate#1"})
-    assert not channel.send({"call_id": "generate#2"})
-    assert received(right) is None
-    channel.close()
 
 
 def test_each_call_of_failed_ranks_raises_an_error_of_its_own() -> None:

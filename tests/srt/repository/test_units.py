@@ -37,7 +37,7 @@ from verl_server.agent import RolloutLimits, Task
 from verl_server.errors import BadInputError
 from verl_server.ranks import placement as machine
 from verl_server.ranks.channel import connect_ranks
-from verl_server.ranks.pending_calls import to_peer_wire
+from verl_server.ranks.coordinator import to_peer_wire
 from verl_server.ranks.placement import compute_placement, is_loopback, reachable_address, spans_machines
 from verl_server.router.client import RouterClient
 from verl_server.server.environment import inherited_environment
@@ -56,10 +56,10 @@ from verl_server.weights.arena import (
     plan_arena,
     tensor_bytes,
 )
-from verl_server.weights.broadcast import ReceiverPlacement, group_whole_tensors, split_into_chunks
 from verl_server.weights.loader import load_weights
 from verl_server.weights.transports import delta, shared_memory
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
+from verl_server.weights.transports.distributed import ReceiverPlacement, group_whole_tensors, split_into_chunks
 from verl_server.weights.update.source import shard_slices
 from verl_server.weights.verification import Coverage, ReadTensors, compute_checksum, positional_sum
 

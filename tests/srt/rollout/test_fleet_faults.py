@@ -50,7 +50,7 @@ from verl_server.weights.transports import shared_memory
 from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.options import ReplayFn, Servers, ValidatedUpdate
 from verl_server.weights.update.staged import StagedUpdate
-from verl_server.weights.update.updater import resume_published
+from verl_server.weights.update.updater import resume_twice
 from verl_server.weights.verification import compute_checksum
 
 RECOVERY = RecoveryConfig(backoff_s=0.0, max_backoff_s=0.0, max_restarts=2)
@@ -257,7 +257,7 @@ def push(fleet: TestFleet, sender: shared_memory.Sender, version: int, replay: R
     update = StagedUpdate(servers, sender, validated, ["weight"], checksums, Manifest({"weight": SPEC}))
     update.commit(weights_are_torn=fleet.fleet.update_incomplete)
     servers.published(version, True, replay)
-    assert resume_published(servers, validated) is None
+    assert resume_twice(servers, "after the update") is None
 
 
 # -- updates -----------------------------------------------------------------------------------------
@@ -634,7 +634,7 @@ def test_streams_on_another_rank_wait_at_the_same_time_and_leave_no_thread() -> 
 
     asyncio.run(run())
     wait_until(
-        lambda: not [thread for thread in threading.enumerate() if "verl-server-stream" in thread.name],
+        lambda: not [thread for thread in threading.enumerate() if "verl-server-call" in thread.name],
         10.0,
         "a thread waits for an event of a stream that has ended",
     )

@@ -1,4 +1,4 @@
-"""Weights through a double buffer: staging memory smaller than the model, filled while the server loads."""
+"""Weights through a pair of buckets: staging memory smaller than the model, filled while the server loads."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from hypothesis import strategies as st
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
 from verl_server.types import ServerInfo, TensorSpec
+from verl_server.weights import buckets as buckets_module
 from verl_server.weights.arena import tensor_bytes
-from verl_server.weights.device import copies_on
-from verl_server.weights.double_buffer import buffer
-from verl_server.weights.double_buffer.buffer import (
+from verl_server.weights.buckets import (
     NUM_BUCKETS,
     BucketReader,
+    Buckets,
     BucketWriter,
-    DoubleBuffer,
     ProgressCounters,
-    plan_double_buffer,
+    find_device,
+    plan_buckets,
+    require_own_gpus,
 )
-from verl_server.weights.double_buffer.device_memory import find_device
-from verl_server.weights.transports import stream_class
+from verl_server.weights.device import copies_on
 from verl_server.weights.update.options import ValidatedUpdate
-from verl_server.weights.update.streamed import DoubleBuffers, OpenedUpdate
+from verl_server.weights.update.streamed import OpenedUpdate, RankBuckets
+
+STAGING = 3 << 17
+"""Bytes of staging memory: less than half of the tiny model in float32, more than twice its largest tensor."""
 
 
 def peers_are_alive() -> None:
@@ -71,12 +74,12 @@ def test_readers_get_what_writers_wrote_whoever_is_faster(
         name: torch.randint(0, 100, spec.shape, generator=generator).to(getattr(torch, spec.dtype))
         for name, spec in specs.items()
     }
-    layout = plan_double_buffer(specs, None, in_host_memory=True)
-    double_buffer = DoubleBuffer.create(layout)
-    other = DoubleBuffer.open(double_buffer.location, layout)
+    layout = plan_buckets(specs, None, in_host_memory=True)
+    buckets = Buckets.create(layout)
+    other = Buckets.open(buckets.location, layout)
 
     def write(index: int) -> None:
-        writer = BucketWriter(double_buffer, number, index, index == 0, range(readers), peers_are_alive)
+        writer = BucketWriter(buckets, number, index, index == 0, range(readers), peers_are_alive)
         for name, spec in specs.items():
             rows = writer.reserve(name, spec, deadline()).reshape(-1)[index::writers]
             rows.copy_(values[name].reshape(-1)[index::writers])
@@ -95,7 +98,7 @@ def test_readers_get_what_writers_wrote_whoever_is_faster(
             assert [name for name, _ in found] == list(specs)
             assert all(torch.equal(tensor, values[name]) for name, tensor in found)
     other.close()
-    double_buffer.close()
+    buckets.close()
 
 
 @given(SPECS, st.integers(1, 100))
@@ -103,7 +106,7 @@ def test_staging_keeps_its_limit(given_specs: list[Any], pages: int) -> None:
     specs = {f"t{i}": TensorSpec(shape, dtype) for i, (shape, dtype) in enumerate(given_specs)}
     limit = pages * 4096
     try:
-        layout = plan_double_buffer(specs, limit, in_host_memory=True)
+        layout = plan_buckets(specs, limit, in_host_memory=True)
     except BadInputError:
         assert NUM_BUCKETS * max(tensor_bytes(spec) for spec in specs.values()) > limit - NUM_BUCKETS * 4096
     else:
@@ -117,32 +120,32 @@ class WriterThread:
     def __init__(self, tensors: int = 30, tensors_per_bucket: int = 5) -> None:
         self.specs = {f"t{i}": TensorSpec((1024,), "float32") for i in range(tensors)}
         limit = NUM_BUCKETS * tensors_per_bucket * 4096
-        self.double_buffer = DoubleBuffer.create(plan_double_buffer(self.specs, limit, in_host_memory=True))
+        self.buckets = Buckets.create(plan_buckets(self.specs, limit, in_host_memory=True))
         self._thread = threading.Thread(target=self._write)
         self._thread.start()
 
     def _write(self) -> None:
-        writer = BucketWriter(self.double_buffer, 1, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
+        writer = BucketWriter(self.buckets, 1, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
         with contextlib.suppress(VerlServerError):  # the reader of a test may fail
             for i, (name, spec) in enumerate(self.specs.items()):
                 writer.reserve(name, spec, deadline()).fill_(i)
             writer.finish()
 
     def reader(self) -> BucketReader:
-        return BucketReader(self.double_buffer, 1, 0, 1, peers_are_alive, deadline())
+        return BucketReader(self.buckets, 1, 0, 1, peers_are_alive, deadline())
 
     def join(self) -> None:
         self._thread.join(20.0)
         assert not self._thread.is_alive()
-        self.double_buffer.close()
+        self.buckets.close()
 
 
 def test_a_reader_that_looks_while_the_writer_finishes_reads_no_bucket_twice() -> None:
     """The writer finishes between the two things that the reader looks at: the total, and the count of the writer."""
     specs = {"t": TensorSpec((1024,), "float32")}
-    double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
-    writer = BucketWriter(double_buffer, 1, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
-    reader = BucketReader(double_buffer, 1, 0, 1, peers_are_alive, deadline())
+    buckets = Buckets.create(plan_buckets(specs, None, in_host_memory=True))
+    writer = BucketWriter(buckets, 1, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
+    reader = BucketReader(buckets, 1, 0, 1, peers_are_alive, deadline())
 
     class FinishesMeanwhile(ProgressCounters):
         @property
@@ -152,14 +155,14 @@ def test_a_reader_that_looks_while_the_writer_finishes_reads_no_bucket_twice() -
                 writer.finish()
             return total
 
-    reader._progress = FinishesMeanwhile(double_buffer._memory, double_buffer.layout, 1)
+    reader._progress = FinishesMeanwhile(buckets._mapping, buckets.layout, 1)
     writer.reserve("t", specs["t"], deadline()).fill_(1)
     writer._publish_bucket()
     taken: list[str] = []
     for name, _ in reader.tensors():
         taken.append(name)
         del _
-    double_buffer.close()
+    buckets.close()
     assert taken == ["t"]
 
 
@@ -192,11 +195,11 @@ def test_a_model_may_load_in_threads() -> None:
 
 
 def test_a_model_that_keeps_everything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer, "RECLAIM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(buckets_module, "RECLAIM_TIMEOUT_S", 0.2)
     writer_thread = WriterThread()
     with pytest.raises(RuntimeError, match="keeps tensors while it loads many others"):
         list(tensor[3:9] for _, tensor in writer_thread.reader().tensors())
-    writer_thread.double_buffer.progress(1).fail("the reader failed")
+    writer_thread.buckets.progress(1).fail("the reader failed")
     writer_thread.join()
 
 
@@ -210,7 +213,7 @@ class AcceleratorTensor(torch.Tensor):
 
 def test_a_bucket_on_an_accelerator_may_hold_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variable of the model's loop holds a tensor until the next one is there. Only then its bucket is free."""
-    monkeypatch.setattr(buffer, "RECLAIM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(buckets_module, "RECLAIM_TIMEOUT_S", 0.2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Stream=lambda device: None))
     writer_thread = WriterThread(tensors=4, tensors_per_bucket=1)
 
@@ -226,18 +229,18 @@ def test_a_bucket_on_an_accelerator_may_hold_one_tensor(monkeypatch: pytest.Monk
         del loaded
         assert found == [0.0, 1.0, 2.0, 3.0]
     finally:
-        writer_thread.double_buffer.progress(1).fail("the reader has ended")
+        writer_thread.buckets.progress(1).fail("the reader has ended")
         writer_thread.join()
 
 
 def test_rank_0_opens_the_staging_memory_of_all_trainer_ranks() -> None:
     """A rank on another machine is an error of this library: after it, generation continues."""
-    layout = plan_double_buffer({"t": TensorSpec((1024,), "float32")}, None, in_host_memory=True)
-    mine, gone = DoubleBuffer.create(layout), DoubleBuffer.create(layout)
-    buffers = DoubleBuffers("cuda_ipc", layout, [{"location": one.location} for one in (mine, gone)], 1, 20.0)
+    layout = plan_buckets({"t": TensorSpec((1024,), "float32")}, None, in_host_memory=True)
+    mine, gone = Buckets.create(layout), Buckets.create(layout)
+    buffers = RankBuckets("cuda_ipc", layout, [{"location": one.location} for one in (mine, gone)], 1, 20.0)
     gone.close()
     validated = ValidatedUpdate(1, verify=True, pause_mode=PauseMode.RETRACT, flush_cache=True)
-    opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 2)], opened_at=0.0)
+    opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 2)])
     before = open_files()
     message = "rank 0 cannot open the staging memory of trainer rank 1: .*'cuda_ipc' needs all trainer ranks on one"
     with pytest.raises(UnsupportedError, match=message):
@@ -248,18 +251,18 @@ def test_rank_0_opens_the_staging_memory_of_all_trainer_ranks() -> None:
 
 def test_waiting_ends_when_the_other_side_fails_or_misses_the_deadline() -> None:
     specs = {"t": TensorSpec((1024,), "float32")}
-    double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
+    buckets = Buckets.create(plan_buckets(specs, None, in_host_memory=True))
     with pytest.raises(VerlServerError, match="bucket 0 was not filled by the trainer in time"):
-        next(BucketReader(double_buffer, 1, 0, 1, peers_are_alive, time.monotonic() + 0.05).tensors())
-    double_buffer.progress(1).fail("é" * 5000)
+        next(BucketReader(buckets, 1, 0, 1, peers_are_alive, time.monotonic() + 0.05).tensors())
+    buckets.progress(1).fail("é" * 5000)
     with pytest.raises(VerlServerError, match="éééé"):
-        next(BucketReader(double_buffer, 1, 0, 1, peers_are_alive, deadline()).tensors())
-    writer = BucketWriter(double_buffer, 2, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
+        next(BucketReader(buckets, 1, 0, 1, peers_are_alive, deadline()).tensors())
+    writer = BucketWriter(buckets, 2, 0, is_lead_writer=True, readers=[0], require_peers=peers_are_alive)
     for _ in range(NUM_BUCKETS):
         writer.reserve("t", specs["t"], deadline())
     with pytest.raises(VerlServerError, match="bucket 2 was not emptied"):
         writer.reserve("t", specs["t"], time.monotonic() + 0.05)
-    double_buffer.close()
+    buckets.close()
 
 
 def test_the_gpu_of_a_bucket_is_found_by_its_uuid() -> None:
@@ -272,18 +275,18 @@ def test_the_gpu_of_a_bucket_is_found_by_its_uuid() -> None:
 def test_two_ranks_with_one_current_gpu_are_refused() -> None:
     """Unless they see only this GPU."""
     seen = [{"device_uuid": "GPU-a", "num_visible": 2}, {"device_uuid": "GPU-b", "num_visible": 2}]
-    stream_class("cuda_ipc").require_usable(seen)
-    stream_class("cuda_ipc").require_usable([{"device_uuid": "GPU-a", "num_visible": 1}] * 2)
+    require_own_gpus(seen)
+    require_own_gpus([{"device_uuid": "GPU-a", "num_visible": 1}] * 2)
     with pytest.raises(BadInputError, match=r"ranks 0 and 2 have the same current GPU \(GPU-a\).*set_device"):
-        stream_class("cuda_ipc").require_usable([*seen, seen[0]])
+        require_own_gpus([*seen, seen[0]])
 
 
 def test_gpu_buckets_without_a_gpu_are_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    layout = plan_double_buffer({"t": TensorSpec((4,), "float32")}, None, in_host_memory=False)
+    layout = plan_buckets({"t": TensorSpec((4,), "float32")}, None, in_host_memory=False)
     with pytest.raises(UnsupportedError, match="'cuda_ipc' needs an NVIDIA GPU"):
-        stream_class("cuda_ipc").create(layout)
+        Buckets.create(layout)
 
 
 # -- a real server -----------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from verl_server.errors import VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena, ReceivedReport, Report, SharedReports, plan_arena
+from verl_server.weights.buckets import Buckets, plan_buckets
 from verl_server.weights.device import CallerOrder, PinnedMemory, StagingCopies
-from verl_server.weights.double_buffer.buffer import DoubleBuffer, plan_double_buffer
 from verl_server.weights.loader import load_weights
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import Receiver, UpdateAttempt
@@ -27,7 +27,7 @@ from verl_server.weights.update import streamed
 from verl_server.weights.update.options import ValidatedUpdate
 from verl_server.weights.update.source import ShardWriter, StagedChecksums
 from verl_server.weights.update.staged import verify_reports
-from verl_server.weights.update.streamed import BufferFiller, BufferRole, OpenedUpdate
+from verl_server.weights.update.streamed import BucketFiller, OpenedUpdate, RankBuckets
 from verl_server.weights.verification import (
     POSITIONAL_SUM,
     XXH3,
@@ -273,22 +273,23 @@ def test_checksums_use_the_device_of_the_callers_thread(
     """The thread that computes them would start with device 0, where another trainer rank works."""
     monkeypatch.setattr(streamed, "accelerator", lambda: torch.device("meta"))
     specs = {"t": TensorSpec((5,), "float32")}
-    double_buffer = DoubleBuffer.create(plan_double_buffer(specs, None, in_host_memory=True))
-    role = BufferRole(double_buffer, 0, 1, True, buffer_index=0, num_buffers=1)
+    buckets = Buckets.create(plan_buckets(specs, None, in_host_memory=True))
+    descriptions = [buckets.description()]
+    buffers = RankBuckets("buckets", buckets.layout, descriptions, 1, 20.0, buckets, is_lead_writer=True)
     validated = ValidatedUpdate(1, verify=True, pause_mode=PauseMode.RETRACT, flush_cache=True)
-    opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 1)], opened_at=0.0)
-    filler = BufferFiller(role, opened, lambda: None, lambda: None, time.monotonic() + 20.0)
+    opened = OpenedUpdate(validated, "x", 1, [ServerInfo("a", 1)])
+    filler = BucketFiller(buffers, opened, lambda: None, lambda: None, time.monotonic() + 20.0)
     target = filler.reserve("t", specs["t"])
     assert target is not None
     target.fill_(3.0)
     filler.finish()
     report = Report("x", ok=True, num_tensors=1)
-    double_buffer.reports.write(0, report, [compute_checksum(torch.full((5,), 3.0))])
+    buckets.reports.write(0, report, [compute_checksum(torch.full((5,), 3.0))])
     assert filler.report_error(["t"], Manifest(specs), timeout_s=20.0) is None
     filler.close()
     assert accelerator.calls == ["enter meta", "leave"]
     del target
-    double_buffer.close()
+    buckets.close()
 
 
 def test_all_copies_are_waited_for_once(accelerator: RecordingModule) -> None:

@@ -31,8 +31,8 @@ from verl_server.adapter.sglang.server_arguments import loses_weights, require_m
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import TABLE_OFFSET, Arena, SharedMemoryFile, plan_arena
-from verl_server.weights.broadcast import Mirror
 from verl_server.weights.manifest import Manifest, read_manifest
+from verl_server.weights.transports.distributed import Mirror
 from verl_server.weights.transports.shared_memory import map_arena
 from verl_server.weights.update.source import ShardWriter, TensorSource
 
@@ -60,7 +60,7 @@ def writer_for(
         frozenset({0}),
         coordinator or RankCoordinator(0, 1, {}, 1.0),
         "update",
-        gather_timeout_s=1.0,
+        gather_timeout_s=20.0,
         check_finite=check_finite,
         writes_whole_tensors=True,
     )
@@ -100,7 +100,7 @@ def test_float8_values_are_checked_without_a_cast() -> None:
 
 
 PEFT_CURE = (
-    "LoRA adapter of PEFT. Push the LoRA adapter with load_lora_adapter. Or merge it into the weights "
+    "LoRA adapter of PEFT. Push it with load_lora_adapter. Or merge it into the weights "
     "(model.merge_adapter()), push them with the names of the checkpoint, that is without 'base_model.model.' and "
     "'.base_layer' and without the tensors of the LoRA adapter, and unmerge it"
 )
@@ -109,23 +109,12 @@ PEFT_CURE = (
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            f"{ATTENTION}qkv_proj.weight",
-            "Hugging Face names: '{0}q_proj.weight', '{0}k_proj.weight', '{0}v_proj.weight'",
-        ),
-        (f"{MLP}gate_up_proj.weight", "Face names: '{1}gate_proj.weight', '{1}up_proj.weight'"),
-        (f"module.{ATTENTION}q_proj.weight", "'module.' (DistributedDataParallel), {2}: '{0}q_proj.weight'"),
-        (f"_orig_mod.{MLP}up_proj.weight", "'_orig_mod.' (torch.compile), {2}: '{1}up_proj.weight'"),
+        (f"{MLP}gate_up_proj.weight", "; did you mean '{1}gate_proj.weight'?"),
+        (f"module.{ATTENTION}q_proj.weight", ": remove 'module.' from the names: '{0}q_proj.weight'"),
+        (f"_orig_mod.{MLP}up_proj.weight", ": remove '_orig_mod.' from the names: '{1}up_proj.weight'"),
         (
             "module.model.layers.0._fsdp_wrapped_module.mlp._fsdp_wrapped_module.up_proj.weight",
-            "'module.' (DistributedDataParallel) and '_fsdp_wrapped_module.' (FullyShardedDataParallel), {2}: "
-            "'{1}up_proj.weight'",
-        ),
-        (
-            f"module.{ATTENTION}qkv_proj.weight",
-            "'module.' (DistributedDataParallel), which a wrapper of the module adds, and SGLang makes this tensor "
-            "inside the server from tensors of the checkpoint. Push them by their Hugging Face names: "
-            "'{0}q_proj.weight', '{0}k_proj.weight', '{0}v_proj.weight'",
+            ": remove 'module.' and '_fsdp_wrapped_module.' from the names: '{1}up_proj.weight'",
         ),
         (f"{ATTENTION}q_proj.wieght", "; did you mean '{0}q_proj.weight'?"),
         (f"base_model.model.{ATTENTION}q_proj.base_layer.weight", PEFT_CURE),
@@ -136,9 +125,8 @@ PEFT_CURE = (
 def test_an_unknown_tensor_name_is_explained(name: str, message: str) -> None:
     with pytest.raises(errors.WeightManifestError) as caught:
         Manifest(SPECS).check(name, (2, 2), "float32")
-    removal = "which a wrapper of the module adds. Remove it from the names"
     assert caught.value.message.startswith(f"the model has no parameter {name!r}")
-    assert caught.value.message.endswith(message.format(ATTENTION, MLP, removal))
+    assert caught.value.message.endswith(message.format(ATTENTION, MLP))
 
 
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
@@ -160,7 +148,7 @@ def test_a_prefix_of_fused_experts_is_explained(prefix: str, tiny: Callable[...,
         (torch.ones(3, 4, device="meta"), "'x' is on the meta device and has no values"),
         (torch.ones(3, 4).to_sparse(), r"'x' is a sparse tensor .*push tensor.to_dense\(\)"),
         (torch.ones(3, 4).to(torch.float8_e4m3fn), "dtype float8_e4m3fn, the model expects float32.*by its scale"),
-        (torch.ones(3, 4, dtype=torch.int32), "dtype int32, the model expects float32.*Convert the tensor"),
+        (torch.ones(3, 4, dtype=torch.int32), "dtype int32, the model expects float32. Only float16"),
         ("DTensor", "'x' is on the meta device and has no values"),
         (torch.ones(0), r"shape \[0\], .*ZeRO-3.*GatheredParameters"),
         (torch.ones(6, 1, dtype=torch.uint8), "Quantized weights .* are packed: push the dequantized tensor"),
@@ -273,9 +261,9 @@ def test_every_mapping_is_accepted(kind: Any) -> None:
     assert torch.equal(writer.gather_on_cpu(given)["x"], torch.ones(2))
 
 
-def test_an_array_of_numpy_is_refused_with_the_cure() -> None:
+def test_an_array_of_numpy_is_refused() -> None:
     pairs: Any = [("x", np.zeros(2))]
-    with pytest.raises(errors.BadInputError, match=r"'x' is no tensor but ndarray: convert it with torch\.from_numpy"):
+    with pytest.raises(errors.BadInputError, match="'x' is no tensor but ndarray"):
         TensorSource(pairs, Manifest({}), check_finite=False)
 
 

@@ -1,7 +1,7 @@
 """Weight transports. Each module is one way from the trainer to the servers, and contains both of its ends.
 
-`Sender` runs on trainer rank 0 and sends what is staged in the arena. `Stream` runs on all trainer ranks and takes
-tensors as they come. A transport has one of the two. `Receiver` runs in every TP rank of every server (see `base`).
+`Sender` runs on trainer rank 0 and sends what is staged in the arena. A transport without a `Sender` takes tensors as
+they come, through a pair of buckets. `Receiver` runs in every TP rank of every server (see `base`).
 A new module in this folder with a `Receiver` is a new transport. Its name is the value of
 `WeightsConfig(transport=...)` and is listed in `verl_server.config.TRANSPORTS`.
 """
@@ -16,24 +16,17 @@ from verl_server.errors import BadInputError
 
 if TYPE_CHECKING:
     from verl_server.weights.transports.base import Receiver, Sender
-    from verl_server.weights.transports.buckets import Stream
 
 
 def is_streamed(transport: str) -> bool:
-    """Whether the transport takes tensors as they come, instead of from the arena. Its trainer end is a `Stream`."""
-    return hasattr(_module_of(transport), "Stream")
+    """Whether the transport takes tensors as they come, instead of from the arena."""
+    return not hasattr(_module_of(transport), "Sender")
 
 
 def sender_class(transport: str) -> type[Sender]:
     """The `Sender` of a transport. Raises BadInputError for an unknown name."""
     sender: type[Sender] = _module_of(transport).Sender
     return sender
-
-
-def stream_class(transport: str) -> type[Stream]:
-    """The `Stream` of a transport. Raises BadInputError for an unknown name."""
-    stream: type[Stream] = _module_of(transport).Stream
-    return stream
 
 
 def receiver_class(transport: str) -> type[Receiver]:

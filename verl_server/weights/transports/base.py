@@ -15,21 +15,23 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import os
 import pickle
 import pickletools
+import secrets
+import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from verl_server.errors import UnsupportedError
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.arena import MAX_TP_RANKS, Arena, Layout, ReceivedReport, Report
 from verl_server.weights.verification import XXH3
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class Sender(ABC):
         self.arena, self.layout = settings.arena, settings.layout
         self.opened_members: Sequence[ServerInfo] = ()
         """The servers whose TP ranks have opened what the transport needs, see `Receiver.open_only`."""
+        self.sent_bytes = 0
+        """Number of tensor bytes that the last update wrote to a network or a file."""
 
     def prepare(self, attempt: UpdateAttempt) -> None:
         """Do what can be done before generation is paused. Raises VerlServerError; then nothing has changed."""
@@ -126,10 +130,6 @@ class Sender(ABC):
         """The TP ranks of all members whose reports this sender reads."""
         return receiving_ranks(attempt.members)
 
-    def first_receiver(self, attempt: UpdateAttempt, member_index: int) -> int:
-        """The number of a member's TP rank 0 among the TP ranks of all members."""
-        return attempt.first_receivers[member_index]
-
     @abstractmethod
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
         """The report of one TP rank on this attempt, or None."""
@@ -137,11 +137,6 @@ class Sender(ABC):
     def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
         """Release what `prepare` made. Called at the end of every attempt."""
         return
-
-    @property
-    def sent_bytes(self) -> int:
-        """Number of tensor bytes that the last update wrote to a network or a file."""
-        return 0
 
     def close(self) -> None:
         """Release everything. Safe to call twice."""
@@ -214,8 +209,6 @@ def require_few_receivers(members: Sequence[ServerInfo]) -> None:
 
 def message_as_named_tensors(message: Json) -> list[tuple[str, torch.Tensor]]:
     """The loader's message in the form in which SGLang passes tensors: an empty tensor whose name is the JSON."""
-    import torch
-
     return [(json.dumps(message), torch.empty(0, dtype=torch.uint8))]
 
 
@@ -242,3 +235,47 @@ def parse_message(serialized: str) -> Json:
     if not isinstance(message, dict):
         raise ValueError("the message is no JSON object")  # noqa: TRY004 - as for every other text
     return message
+
+
+# -- Owner ------------------------------------------------------------------------------------------
+# Whose weights the model of a server's process holds. So two trainers that update one server are noticed.
+#
+# The trainer adds `owner_fields` to the message of each update, and every TP rank calls `require_owner` before it
+# changes a weight. The check is made in the server, so it holds for updates that come at the same time.
+
+_NONCE = secrets.token_hex(4)
+_owner: list[tuple[str, int]] = []
+"""The trainer that has updated this process's model last, and the version of the weights. Empty before."""
+
+
+def owner_fields(weight_version: int, base: int | None) -> dict[str, Any]:
+    """What the message of an update says about this process, which is the trainer.
+
+    `base`: weight version that the server had when this trainer connected to it. Its weights may be replaced, whoever
+    has pushed them. None: the server holds weights of this trainer, or those of its checkpoint.
+    """
+    trainer = f"process {os.getpid()} on {socket.gethostname()} ({_NONCE})"
+    return {"trainer": trainer, "weight_version": weight_version, "base": base}
+
+
+def require_owner(message: Mapping[str, Any]) -> None:
+    """Make the trainer that has sent `message` the owner of the weights, before they change.
+
+    Raises RuntimeError if another trainer has updated the model since the trainer connected.
+    """
+    if "trainer" not in message:
+        return
+    trainer, version, base = message["trainer"], message["weight_version"], message["base"]
+    owner, owned_version = _owner[0] if _owner else (trainer, 0)
+    if owner != trainer and (base is None or owned_version > base):
+        raise RuntimeError(
+            f"two trainers update this server: {owner} has pushed weight version {owned_version}, and now {trainer} "
+            f"pushes version {version}. Stop one of them. The next VerlEngine that connects takes over"
+        )
+    _owner[:] = [(trainer, owned_version)]
+
+
+def note_loaded(message: Mapping[str, Any]) -> None:
+    """The update of `message` is loaded. After one that fails, the trainer owns torn weights of the version before."""
+    if "trainer" in message:
+        _owner[:] = [(message["trainer"], message["weight_version"])]

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from verl_server.types import Json
 from verl_server.weights.arena import ELEMENT_BYTES, tensor_bytes
-from verl_server.weights.broadcast import broadcast_memory, split_into_chunks
 from verl_server.weights.transports import distributed
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
+from verl_server.weights.transports.distributed import broadcast_memory, split_into_chunks
 
 # -- Patches ----------------------------------------------------------------------------------------
 # Encoding of the changes between two versions of the same tensors. Pure functions.

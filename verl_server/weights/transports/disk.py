@@ -13,16 +13,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from verl_server.errors import BadInputError, VerlServerError
 from verl_server.types import Json
-from verl_server.weights.arena import ELEMENT_BYTES, SAFETENSORS_DTYPES, ReceivedReport, Report, tensor_bytes
+from verl_server.weights.arena import ELEMENT_BYTES, ReceivedReport, Report, tensor_bytes
+from verl_server.weights.manifest import SAFETENSORS_DTYPES
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
-
-if TYPE_CHECKING:
-    import torch
 
 HEADER_ALIGNMENT = 64
 FILE_NAME = re.compile(r"update-[0-9a-f]{32}\.safetensors")
@@ -41,11 +41,6 @@ class Sender(base.Sender):
                 "weight transport 'disk' needs WeightsConfig(folder=...): a folder that trainer and servers share"
             )
         self._folder = Path(settings.folder).absolute()
-        self._sent_bytes = 0
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._sent_bytes
 
     def _path(self, attempt: UpdateAttempt) -> Path:
         return self._folder / f"update-{attempt.id}.safetensors"
@@ -57,7 +52,7 @@ class Sender(base.Sender):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with incomplete.open("wb") as file:
-                self._sent_bytes = self._write(file, attempt)
+                self.sent_bytes = self._write(file, attempt)
                 file.flush()
                 os.fsync(file.fileno())
             incomplete.rename(path)
@@ -94,7 +89,7 @@ class Sender(base.Sender):
     def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         return {
             "file_path": str(self._path(attempt)),
-            "first_receiver": self.first_receiver(attempt, member_index),
+            "first_receiver": attempt.first_receivers[member_index],
         }
 
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:

@@ -5,46 +5,472 @@ TP ranks a machine has, the bytes are sent to it once. The leader receives them 
 other TP ranks of the machine map that mirror. The group is formed once and used for every update.
 
 The model loads each tensor as soon as the chunks with its bytes have arrived. Reports come back through the store.
+`delta` and `distributed_buckets` broadcast in another way, with the parts of this file.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
+import datetime
+import ipaddress
 import json
+import os
+import socket
 import threading
 import time
 import traceback
 import uuid
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import wait
+from dataclasses import asdict
+from typing import Any, ClassVar, Self
 
-from verl_server.errors import VerlServerError
-from verl_server.ranks.placement import own_address
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo
+
+from verl_server.errors import DeadlineError, ServerError, VerlServerError
+from verl_server.platforms.limits import available_memory
+from verl_server.ranks.bounded_store import ANSWER_TIMEOUT_S, BoundedStore
+from verl_server.ranks.placement import machine_id, own_address
+from verl_server.threads import start_call
 from verl_server.types import Json, ServerInfo
-from verl_server.weights.arena import ReceivedReport, Report, byte_ranges_of, tensor_views
-from verl_server.weights.broadcast import (
-    POLL_INTERVAL_S,
-    Membership,
-    Mirror,
-    ReceiverPlacement,
-    broadcast_memory,
-    cancel_key,
-    form_gloo_group,
-    get_json,
-    mirror_key,
-    open_store,
-    report_before_joining,
-    report_key,
-    set_json,
-    split_into_chunks,
-    wait_for_receivers,
+from verl_server.weights.arena import (
+    PAGE_BYTES,
+    ReceivedReport,
+    Report,
+    SharedMemoryFile,
+    SharedWords,
+    byte_ranges_of,
+    memory_contains,
+    tensor_views,
 )
+from verl_server.weights.device import accelerator, as_current
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 
-if TYPE_CHECKING:
-    import torch
+# -- Byte ranges ------------------------------------------------------------------------------------
+# Division of the arena's tensors into the byte ranges that one broadcast sends. Pure functions.
+
+CHUNK_BYTES = 32 << 20
+"""Maximum size of one chunk."""
+MAX_GAP_BYTES = 64
+"""Neighbouring tensors that are closer than this share a range; the bytes in between are sent too."""
+
+
+def split_into_chunks(
+    tensor_ranges: Sequence[tuple[int, int]], max_bytes: int = CHUNK_BYTES, max_gap_bytes: int = MAX_GAP_BYTES
+) -> list[tuple[int, int]]:
+    """Ranges `(start, stop)` of at most `max_bytes` that cover all `tensor_ranges`, which are sorted.
+
+    A chunk may end in the middle of a tensor.
+    """
+    merged: list[list[int]] = []
+    for start, stop in tensor_ranges:
+        if merged and start - merged[-1][1] < max_gap_bytes:
+            merged[-1][1] = max(merged[-1][1], stop)  # an empty tensor may begin where the last one does
+        else:
+            merged.append([start, stop])
+    return [
+        (offset, min(offset + max_bytes, stop)) for start, stop in merged for offset in range(start, stop, max_bytes)
+    ]
+
+
+def group_whole_tensors(
+    tensor_ranges: Sequence[tuple[int, int]], max_bytes: int, max_gap_bytes: int = MAX_GAP_BYTES
+) -> list[tuple[int, int, int]]:
+    """Ranges `(start, stop, number of tensors)` of at most `max_bytes` that contain whole tensors only.
+
+    `tensor_ranges` are sorted. A tensor larger than `max_bytes` has a range of its own.
+    """
+    groups: list[tuple[int, int, int]] = []
+    for start, stop in tensor_ranges:
+        if groups and start - groups[-1][1] < max_gap_bytes and stop - groups[-1][0] <= max_bytes:
+            groups[-1] = (groups[-1][0], max(groups[-1][1], stop), groups[-1][2] + 1)
+        else:
+            groups.append((start, stop, 1))
+    return groups
+
+
+# -- Mirror -----------------------------------------------------------------------------------------
+# The mirror: a copy of the trainer's arena on a server's machine, which all TP ranks of that machine map.
+
+
+class Mirror:
+    """One process's mapping of a mirror and of its progress counter. The machine's leading receiver creates the mirror.
+
+    The progress counter is the number of chunks of the current update that have been received.
+    """
+
+    FAILED = 0xFFFFFFFF
+    """Progress of an update that failed."""
+
+    def __init__(self, file: SharedMemoryFile, size_bytes: int) -> None:
+        self._file, self.location = file, file.location
+        self.view = memoryview(file.memory)[:size_bytes]
+        """All bytes of the copy, at the same offsets as in the arena."""
+        self._progress = SharedWords(file.memory, size_bytes, 1)
+
+    @classmethod
+    def create(cls, size_bytes: int) -> Mirror:
+        """Create a mirror of an arena of that size.
+
+        Raises VerlServerError if that memory is not available (the kernel would kill the server while the weights
+        arrive), and the errors of `SharedMemoryFile.create`.
+        """
+        if size_bytes > (available := available_memory()):
+            raise VerlServerError(
+                f"the mirror of the weights takes {size_bytes} bytes of memory, but only {available} bytes are "
+                "available on the server's machine or in its container; free memory, raise the limit of the container, "
+                "or use WeightsConfig(transport='distributed_buckets')"
+            )
+        return cls(SharedMemoryFile.create("mirror", size_bytes + PAGE_BYTES), size_bytes)
+
+    @classmethod
+    def open(cls, location: str, size_bytes: int) -> Mirror:
+        """Map the mirror of another process on this machine. Raises OSError if this process cannot open it."""
+        return cls(SharedMemoryFile.open(location, size_bytes + PAGE_BYTES), size_bytes)
+
+    def exists(self) -> bool:
+        """Whether the process that created the mirror is alive. A zombie has no open files, so it counts as dead."""
+        return self._file.exists()
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in this memory."""
+        return memory_contains(self._file.memory, tensor)
+
+    def set_progress(self, update_id: str, num_chunks: int) -> None:
+        """Record that `num_chunks` chunks of an update are in the mirror, or `FAILED`."""
+        self._progress[0] = zlib.crc32(update_id.encode()) << 32 | num_chunks
+
+    def progress(self, update_id: str) -> int:
+        """Number of chunks of an update that are in the mirror, or `FAILED`."""
+        word = self._progress[0]
+        return word & 0xFFFFFFFF if word >> 32 == zlib.crc32(update_id.encode()) else 0
+
+    def close(self) -> None:
+        """Close the mapping and the file."""
+        self._progress.release()
+        with contextlib.suppress(BufferError):
+            self.view.release()
+        self._file.close()
+
+
+# -- Store ------------------------------------------------------------------------------------------
+# The key-value store (torch's TCPStore) through which the trainer and the receivers of a broadcast find each other.
+
+FORMING_TIMEOUT_S = 60.0
+"""Seconds that the members of a broadcast group have to find each other."""
+
+
+def open_store(host: str, timeout_s: float) -> Any:
+    """Open the store on the trainer. It listens on `host` only."""
+    numeric_host = socket.getaddrinfo(host, None)[0][4][0]
+    family = socket.AF_INET6 if ipaddress.ip_address(numeric_host).version == 6 else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((numeric_host, 0))
+    listener.listen()
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        str(numeric_host),
+        port,
+        is_master=True,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+
+
+def connect_to_store(host: str, port: int) -> BoundedStore:
+    """Connect a server's TP rank to the trainer's store.
+
+    Raises within `ANSWER_TIMEOUT_S` if the trainer is gone: the server's scheduler serves nothing in the meantime.
+    """
+
+    def connect() -> Any:
+        timeout = datetime.timedelta(seconds=ANSWER_TIMEOUT_S)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        store.set_timeout(datetime.timedelta(seconds=FORMING_TIMEOUT_S))
+        return store
+
+    return BoundedStore(connect)
+
+
+def arrival_key(group_name: str, receiver: int) -> str:
+    """The key that a receiver sets to the id of its machine when it is ready to join a group."""
+    return f"{group_name}/arrived/{receiver}"
+
+
+def cancel_key(group_name: str) -> str:
+    """The key that the trainer sets when it abandons a group."""
+    return f"{group_name}/cancelled"
+
+
+def mirror_key(group_name: str, leader: int) -> str:
+    """The key that a machine's leading receiver sets to the path of its mirror."""
+    return f"{group_name}/mirror/{leader}"
+
+
+def report_key(group_name: str, update_id: str, receiver: int) -> str:
+    """The key that a receiver sets to its report on an update."""
+    return f"{group_name}/report/{update_id}/{receiver}"
+
+
+# -- Placement --------------------------------------------------------------------------------------
+# Placement of the receivers of a broadcast on machines. One receiver of each machine is its leader.
+
+POLL_INTERVAL_S = 0.0005
+MAX_POLL_INTERVAL_S = 0.05
+"""Upper limit of the poll interval while the receivers arrive. Each poll of a receiver asks for all keys, in the one
+thread of the store."""
+
+
+class ReceiverPlacement:
+    """The machine of each receiver. All receivers and the trainer compute the same placement from the store.
+
+    `machine_ids`: the id of each receiver's machine, by the receiver's number.
+    """
+
+    def __init__(self, machine_ids: Sequence[str]) -> None:
+        self._machine_ids = machine_ids
+        self._machines = list(dict.fromkeys(machine_ids))
+
+    @property
+    def num_receivers(self) -> int:
+        """Number of receivers on all machines."""
+        return len(self._machine_ids)
+
+    @property
+    def group_size(self) -> int:
+        """Number of members of the group: the trainer and one leader for each machine."""
+        return 1 + len(self._machines)
+
+    def group_rank_of(self, receiver: int) -> int | None:
+        """The rank of a receiver in the group. None for a receiver that is not the leader of its machine."""
+        machine = self._machine_ids[receiver]
+        return 1 + self._machines.index(machine) if self._machine_ids.index(machine) == receiver else None
+
+    def leader_of(self, receiver: int) -> int:
+        """The receiver whose mirror this receiver maps."""
+        return self._machine_ids.index(self._machine_ids[receiver])
+
+
+def wait_for_receivers(
+    store: Any,
+    group_name: str,
+    num_receivers: int,
+    is_wanted: Callable[[], bool],
+    timeout_s: float = FORMING_TIMEOUT_S,
+) -> ReceiverPlacement:
+    """Wait until every receiver has set its arrival key.
+
+    Raises DeadlineError with the receivers that are missing, or ServerError when `is_wanted()` becomes false.
+    """
+    keys = [arrival_key(group_name, receiver) for receiver in range(num_receivers)]
+    deadline = time.monotonic() + timeout_s
+    interval_s = POLL_INTERVAL_S
+    while not store.check(keys):
+        if not is_wanted():
+            raise ServerError("the update was abandoned before all servers were ready to receive it")
+        if time.monotonic() > deadline:
+            missing = [receiver for receiver, key in enumerate(keys) if not store.check([key])]
+            raise DeadlineError(
+                f"receivers {missing} of {num_receivers} did not join the broadcast within {timeout_s:g} s",
+                operation="broadcast",
+                seconds=timeout_s,
+            )
+        time.sleep(interval_s)
+        interval_s = min(2 * interval_s, MAX_POLL_INTERVAL_S)
+    return ReceiverPlacement([machine_id.decode() for machine_id in store.multi_get(keys)])
+
+
+# -- Membership -------------------------------------------------------------------------------------
+# Membership of one receiver in a broadcast group, kept from one update to the next.
+
+
+def report_before_joining(message: Json, tp_rank: int, refusal: str | None) -> None:
+    """Reach the trainer's store and report whether this receiver can join the group. `refusal`: why it cannot.
+
+    The group is formed at the first load, in which the trainer takes part.
+    """
+    report = Report(message["update_id"], ok=refusal is None, error=refusal)
+    key = report_key(message["group_name"], report.update_id, message["first_receiver"] + tp_rank)
+    connect_to_store(*message["store_address"]).set(key, json.dumps({"report": asdict(report), "checksums": []}))
+
+
+class Membership(ABC):
+    """One receiver's membership in the group of one trainer. A process has at most one membership of each subclass.
+
+    `message` is the loader's message, `tp_rank` the TP rank of the server.
+    """
+
+    _current: ClassVar[dict[type[Membership], Membership]] = {}
+
+    @classmethod
+    def current_or_new(cls, message: Json, tp_rank: int) -> Self:
+        """The membership in the group that `message` names: that of the last update, or a new one that replaces it."""
+        current = cls._current.get(cls)
+        if not isinstance(current, cls) or current.group_name != message["group_name"]:
+            cls.leave_current()
+            cls._current[cls] = current = cls(message, tp_rank)
+        return current
+
+    @classmethod
+    def leave_current(cls) -> None:
+        """Leave the group of this process's membership, if there is one."""
+        if (current := cls._current.pop(cls, None)) is not None:
+            current.leave()
+
+    def __init__(self, message: Json, tp_rank: int) -> None:
+        self.group_name: str = message["group_name"]
+        self.receiver: int = message["first_receiver"] + tp_rank
+        """Number of this receiver among the TP ranks of all servers."""
+        self._address: tuple[str, int] = message["store_address"]
+        self.trainer_host = self._address[0]
+        self.store = connect_to_store(*self._address)
+        self._table_key = ""
+        self._table = b""
+
+    def announce_and_wait(self, num_receivers: int) -> ReceiverPlacement:
+        """Announce this receiver, and wait until all receivers have announced themselves."""
+        self.store.set(arrival_key(self.group_name, self.receiver), machine_id())
+        return wait_for_receivers(self.store, self.group_name, num_receivers, is_wanted=lambda: not self.is_cancelled())
+
+    def form(self, form_group: Callable[[Any], Any]) -> Any:
+        """The process group that `form_group(store)` forms. Raises ConnectionError if the trainer does not form it."""
+        device = accelerator()
+
+        def form(store: Any) -> Any:  # in the thread of the store
+            with as_current(device):
+                return form_group(store)
+
+        forming = connect_to_store(*self._address)  # a connection that waits for a key answers nothing else
+        return forming.call(form, FORMING_TIMEOUT_S + ANSWER_TIMEOUT_S, self.is_cancelled)
+
+    def is_cancelled(self) -> bool:
+        """Whether the trainer has abandoned the group."""
+        return bool(self.store.check([cancel_key(self.group_name)]))
+
+    def table(self, key: str) -> bytes:
+        """The update's table of tensors, which is in the store under `key`. The last table is cached."""
+        if self._table_key != key:
+            self._table_key, self._table = key, self.store.get(key)
+        return self._table
+
+    def rows(self, key: str) -> list[Any]:
+        """The rows of a table: name, byte offset, shape and dtype of each tensor."""
+        rows: list[Any] = json.loads(self.table(key))
+        return rows
+
+    def send_report(self, update_id: str, report: Report, checksums: list[int]) -> None:
+        """Send the trainer this receiver's report on an update."""
+        key = report_key(self.group_name, update_id, self.receiver)
+        self.store.set(key, json.dumps({"report": asdict(report), "checksums": checksums}))
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Leave the group and release the memory of this membership."""
+
+
+# -- Process group ----------------------------------------------------------------------------------
+
+
+def form_group(device_type: str, store: Any, name: str, rank: int, size: int, address: str) -> Any:
+    """Form a group for tensors on `device_type`: NCCL for "cuda", gloo for "cpu".
+
+    It is not registered with torch, so it does not affect any other group of the process.
+    """
+    if device_type == "cpu":
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = datetime.timedelta(seconds=FORMING_TIMEOUT_S)
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)  # type: ignore[attr-defined]
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(days=1)  # this library has its own deadlines: NCCL's would end the process
+    with _without_nccl_error_handling():
+        group = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, size, options)  # type: ignore[attr-defined]
+    _connect_nccl(group)
+    return group
+
+
+def _connect_nccl(group: Any) -> None:
+    """Connect the members of an NCCL group now. By default they connect at the first broadcast, without a deadline."""
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def connect() -> None:
+        with torch.cuda.device(device):
+            group.eager_connect_single_device(device)
+
+    connecting = start_call(connect, "verl-server-nccl")
+    failure: BaseException | None = DeadlineError(
+        f"NCCL did not connect the members of the group within {FORMING_TIMEOUT_S:g} s",
+        operation="broadcast",
+        seconds=FORMING_TIMEOUT_S,
+    )
+    if wait([connecting], FORMING_TIMEOUT_S).done:
+        failure = connecting.exception()
+    if failure is not None:
+        group.abort()
+        raise failure
+
+
+@contextlib.contextmanager
+def _without_nccl_error_handling() -> Iterator[None]:
+    """An NCCL group that is created in the body does not end this process when another member dies."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def broadcast_memory(group: ProcessGroupGloo, memory: memoryview, timeout_s: float) -> None:
+    """Broadcast the bytes of rank 0's `memory` into that of the other members, and wait until that is done.
+
+    Raises RuntimeError when a member dies or the time is over.
+    """
+    start_broadcast(group, torch.frombuffer(memory, dtype=torch.uint8), timeout_s).wait()
+
+
+def start_broadcast(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
+    """Start a broadcast of rank 0's tensor. Returns torch's work handle."""
+    options = dist.BroadcastOptions()
+    options.timeout = datetime.timedelta(seconds=timeout_s)
+    return group.broadcast([tensor], options)
+
+
+def wait_for_work(work: Any, deadline: float, timeout_s: float, is_wanted: Callable[[], bool]) -> None:
+    """Wait until a collective operation is finished, also on the device.
+
+    `deadline` is a time of `time.monotonic`, `timeout_s` the number of seconds from the start of the update to it.
+    Raises the error of the operation, DeadlineError, or ServerError when `is_wanted()` becomes false.
+    """
+    while not work.is_completed():
+        if not is_wanted():
+            raise ServerError("the other end of the broadcast has abandoned the update")
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"the broadcast of the weights was not finished within {timeout_s:g} s: "
+                "raise Timeouts(weights_s=...) if the network is slow",
+                operation="broadcast",
+                seconds=timeout_s,
+            )
+        time.sleep(POLL_INTERVAL_S)
+    work.wait(datetime.timedelta(seconds=10.0))  # the operation is finished: this raises its error, if there is one
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+# -- Transport --------------------------------------------------------------------------------------
 
 
 class Sender(base.Sender):
@@ -65,12 +491,6 @@ class Sender(base.Sender):
         self.group_name = ""
         """Name of the group. It begins the group's keys in the store."""
         self._table_key = ""
-        self.num_sent_bytes = 0
-        """Number of bytes that the current update has broadcast."""
-
-    @property
-    def sent_bytes(self) -> int:
-        return self.num_sent_bytes
 
     def prepare(self, attempt: UpdateAttempt) -> None:
         """Put the table into the store. Abandons the group if the members have changed since the last update."""
@@ -93,14 +513,14 @@ class Sender(base.Sender):
             "store_address": [self.store.host, self.store.port],
             "group_name": self.group_name,
             "table_key": self._table_key,
-            "first_receiver": self.first_receiver(attempt, member_index),
+            "first_receiver": attempt.first_receivers[member_index],
             "num_receivers": attempt.num_receivers,
             "size_bytes": self.layout.size_bytes,
             "timeout_s": self.settings.timeout_s,
         }
 
     def deliver(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
-        self.num_sent_bytes = 0
+        self.sent_bytes = 0
         try:
             if self.group is None:
                 placement = wait_for_receivers(self.store, self.group_name, attempt.num_receivers, is_loading)
@@ -116,7 +536,7 @@ class Sender(base.Sender):
 
     def connect_group(self, placement: ReceiverPlacement) -> Any:
         """Form the process group of the trainer and its receivers. Raises RuntimeError or VerlServerError."""
-        return form_gloo_group(self.store, self.group_name, 0, placement.group_size, self.settings.host)
+        return form_group("cpu", self.store, self.group_name, 0, placement.group_size, self.settings.host)
 
     def leave_group(self) -> None:
         """Close the connections of the group."""
@@ -131,7 +551,7 @@ class Sender(base.Sender):
     def broadcast(self, memory: memoryview) -> None:
         """Broadcast one part of the bytes, and wait until the broadcast is finished."""
         broadcast_memory(self.group, memory, self.settings.timeout_s)
-        self.num_sent_bytes += len(memory)
+        self.sent_bytes += len(memory)
 
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
         key = report_key(self.group_name, attempt.id, receiver)
@@ -161,24 +581,20 @@ class MirrorMember(Membership):
         self.group: Any = None
         """The process group, on the leader only."""
         if group_rank is None:
-            self.mirror = Mirror.open(get_json(self.store, location_key), message["size_bytes"])
+            self.mirror = Mirror.open(self.store.get(location_key).decode(), message["size_bytes"])
         else:
             self.mirror = Mirror.create(message["size_bytes"])
             try:
-                set_json(self.store, location_key, self.mirror.location)
+                self.store.set(location_key, self.mirror.location)
                 address = own_address(self.trainer_host)
                 self.group = self.form(
-                    lambda store: form_gloo_group(store, self.group_name, group_rank, placement.group_size, address)
+                    lambda store: form_group("cpu", store, self.group_name, group_rank, placement.group_size, address)
                 )
             except BaseException:
                 self.mirror.close()  # it is as large as the model
                 raise
         self.base_update_id = ""
         """Id of the update whose tensors the mirror holds completely. Empty while the mirror may be inconsistent."""
-
-    def leader_is_alive(self) -> bool:
-        """Whether the leader's process is alive."""
-        return self.mirror.exists()
 
     def leave(self) -> None:
         self.group = None
@@ -235,7 +651,7 @@ class Receiver(base.Receiver):
                     f"chunk {num_needed} of {len(self.chunks)} did not arrive within {self.message['timeout_s']:g} s; "
                     f"{num_chunks} chunks arrived. Raise Timeouts(weights_s=...) if the network is slow"
                 )
-            if not self.member.leader_is_alive():
+            if not self.member.mirror.exists():
                 raise ConnectionError("the process that receives the weights for this machine has died")
             time.sleep(POLL_INTERVAL_S)
         if num_chunks == Mirror.FAILED:

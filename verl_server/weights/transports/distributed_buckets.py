@@ -11,12 +11,25 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from verl_server.ranks.placement import own_address
 from verl_server.types import Json
 from verl_server.weights.arena import PAGE_BYTES, Report, byte_ranges_of, round_up, tensor_bytes
-from verl_server.weights.broadcast import (
+from verl_server.weights.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    NUM_BUCKETS,
+    BucketLease,
+    BucketMemory,
+    DeviceBucketMemory,
+    HostBucketMemory,
+    leased_tensors,
+)
+from verl_server.weights.transports import base, distributed
+from verl_server.weights.transports.base import UpdateAttempt
+from verl_server.weights.transports.distributed import (
     Membership,
     ReceiverPlacement,
     form_group,
@@ -25,32 +38,15 @@ from verl_server.weights.broadcast import (
     start_broadcast,
     wait_for_work,
 )
-from verl_server.weights.double_buffer.buffer import (
-    DEFAULT_BUCKET_BYTES,
-    NUM_BUCKETS,
-    BucketLease,
-    BucketMemory,
-    HostBucketMemory,
-)
-from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
-from verl_server.weights.transports import base, distributed
-from verl_server.weights.transports.base import UpdateAttempt
-
-if TYPE_CHECKING:
-    import torch
 
 
 def local_device_type() -> str:
     """The type of device that this process uses: "cuda" or "cpu"."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def nccl_version() -> str | None:
     """The version of NCCL, or None on a machine without an NVIDIA GPU. NCCL connects equal versions only."""
-    import torch
-
     if not torch.cuda.is_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -86,11 +82,9 @@ class Sender(distributed.Sender):
         for start, stop, _ in group_whole_tensors(tensor_ranges, bucket_bytes):
             work = start_broadcast(self.group, self._copy_to_device(start, stop), self.settings.timeout_s)
             wait_for_work(work, deadline, self.settings.timeout_s, is_loading)
-            self.num_sent_bytes += stop - start
+            self.sent_bytes += stop - start
 
     def _copy_to_device(self, start: int, stop: int) -> torch.Tensor:
-        import torch
-
         if start == stop:  # empty tensors alone: `frombuffer` refuses empty memory
             return torch.empty(0, dtype=torch.uint8, device=local_device_type())
         self.arena.pin()
@@ -140,6 +134,8 @@ class Receiver(base.Receiver):
         tensor_ranges = byte_ranges_of(self._member.table(message["table_key"]))
         self._parts = group_whole_tensors(tensor_ranges, message["bucket_bytes"])
         """Byte range and number of tensors of each bucket's content."""
+        self._work: Any = None
+        """Torch's work handle of the part that is received now."""
 
     @classmethod
     def open_only(cls, message: Json, tp_rank: int) -> None:
@@ -154,34 +150,30 @@ class Receiver(base.Receiver):
         report_before_joining(message, tp_rank, refusal)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        work = self._start_receiving(0)
-        previous: BucketLease | None = None
-        first_row = 0
-        for part, (start, _, num_tensors) in enumerate(self._parts):
-            wait_for_work(work, self._deadline, self.message["timeout_s"], lambda: not self._member.is_cancelled())
-            arena_rows = self._rows[first_row : first_row + num_tensors]
-            rows = [[name, offset - start, shape, dtype] for name, offset, shape, dtype in arena_rows]
-            lease = BucketLease(self._member.buckets, part % NUM_BUCKETS, rows)
-            next_work = self._start_receiving(part + 1) if part == 0 else None
-            for name, tensor in lease.tensors():
-                yield name, tensor
-                del tensor
-                if previous is not None and previous.try_reclaim():
-                    previous, next_work = None, self._start_receiving(part + 1)
-            if previous is not None:
-                previous.reclaim()
-                next_work = self._start_receiving(part + 1)
-            previous, first_row, work = lease, first_row + num_tensors, next_work
+        def leases() -> Iterator[BucketLease]:
+            first_row = 0
+            for part, (start, _, num_tensors) in enumerate(self._parts):
+                wait_for_work(
+                    self._work, self._deadline, self.message["timeout_s"], lambda: not self._member.is_cancelled()
+                )
+                if part == 0:
+                    self._start_receiving(1)
+                arena_rows = self._rows[first_row : first_row + num_tensors]
+                rows = [[name, offset - start, shape, dtype] for name, offset, shape, dtype in arena_rows]
+                yield BucketLease(self._member.buckets, part % NUM_BUCKETS, rows)
+                first_row += num_tensors
+
+        self._start_receiving(0)
+        yield from leased_tensors(leases(), lambda num_free: self._start_receiving(num_free + 1))
         self._member.buckets.synchronize()
 
-    def _start_receiving(self, part: int) -> Any:
-        """Start to receive a part into its bucket. Returns torch's work handle, or None after the last part."""
-        if part >= len(self._parts):
-            return None
-        start, stop, _ = self._parts[part]
-        buckets = self._member.buckets
-        bucket = buckets.as_tensor(buckets.view(part % NUM_BUCKETS))
-        return start_broadcast(self._member.group, bucket[: stop - start], self.message["timeout_s"])
+    def _start_receiving(self, part: int) -> None:
+        """Start to receive a part into its bucket, unless there is no such part."""
+        if part < len(self._parts):
+            start, stop, _ = self._parts[part]
+            buckets = self._member.buckets
+            bucket = buckets.as_tensor(buckets.view(part % NUM_BUCKETS))
+            self._work = start_broadcast(self._member.group, bucket[: stop - start], self.message["timeout_s"])
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return self._member.buckets.contains(tensor)

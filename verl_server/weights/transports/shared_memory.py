@@ -7,7 +7,8 @@ import json
 import mmap
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import torch
 
 from verl_server.types import Json
 from verl_server.weights.arena import (
@@ -23,9 +24,6 @@ from verl_server.weights.arena import (
 from verl_server.weights.device import PinnedMemory
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, require_few_receivers
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Sender(base.Sender):
@@ -44,7 +42,7 @@ class Sender(base.Sender):
             "table_bytes": len(self.layout.table(attempt.names)),
             "checksums_offset": self.layout.checksums_offset,
             "num_tensors": len(self.layout.slots),
-            "first_receiver": self.first_receiver(attempt, member_index),
+            "first_receiver": attempt.first_receivers[member_index],
             "num_sharing": self.settings.ranks_per_node or attempt.members[member_index].tp_size,
         }
 

@@ -69,10 +69,12 @@ def validate_options(options: UpdateOptions, current_version: int) -> ValidatedU
     return ValidatedUpdate(version, verify, PauseMode(options.pause_mode), flush_cache)
 
 
-def torn_error(error: VerlServerError, validated: ValidatedUpdate) -> TornWeightsError:
+def torn_error(error: BaseException, validated: ValidatedUpdate) -> TornWeightsError:
     """The error for an update that failed after a server began to load. Keeps the details of `error`."""
     if isinstance(error, TornWeightsError):
         return error
+    if not isinstance(error, VerlServerError):  # for example KeyboardInterrupt, or an OSError of the transport
+        error = VerlServerError(f"{type(error).__name__}: {error}")
     return TornWeightsError(
         f"the update to weight version {validated.weight_version} failed half-way: {error.message}. "
         "Generation stays paused until an update of all tensors succeeds.",
@@ -123,11 +125,6 @@ class UpdateOutcome:
             "torn": torn and from_wire(torn),
         }
         return cls(**{**message, **made})
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the update has ended."""
-        return self.result is not None or self.torn is not None
 
     def result_of_rank(self, gather_s: float) -> WeightUpdateResult:
         """The result of a published update on a rank that needed `gather_s`. Raises `resume_error`."""

@@ -13,6 +13,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
 from verl_server.errors import BadInputError, DeadlineError, PeerError, WeightManifestError
 from verl_server.ranks.shared_meshes import SharedMeshes
 from verl_server.threads import start_call
@@ -23,15 +29,10 @@ from verl_server.weights.manifest import Manifest
 from verl_server.weights.verification import XXH3, Checksums, choose_algorithm
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-
     from verl_server.ranks.coordinator import RankCoordinator
 
 
 # -- Contributions ----------------------------------------------------------------------------------
-# The contribution of each trainer rank to an update: a digest of its tensor names, which rank 0 compares.
 
 
 def contribution_of(names: Sequence[str], has_shards: bool) -> Json:
@@ -48,14 +49,7 @@ def require_same_shards(contributions: Sequence[Json]) -> None:
     Ranks gather their DTensors one after the other. With other names or another order they would mix the tensors, or
     wait for each other. Raises BadInputError with the first rank that differs from rank 0.
     """
-    first = contributions[0]
-    for rank, other in enumerate(contributions):
-        if other["digest"] != first["digest"]:
-            raise BadInputError(
-                f"rank {rank} passed {other['num_tensors']} DTensors, which differ from the {first['num_tensors']} of "
-                "rank 0; all ranks must pass DTensors of the same names in the same order",
-                rank=rank,
-            )
+    _require_equal(contributions, range(len(contributions)), "DTensors")
 
 
 def require_same_names(contributions: Sequence[Json], writers: Container[int] = ()) -> None:
@@ -68,20 +62,24 @@ def require_same_names(contributions: Sequence[Json], writers: Container[int] = 
     first = contributions[0]
     if not first["num_tensors"]:
         raise BadInputError("named_tensors is empty on rank 0: there is nothing to push")
-    if any(other["digest"] is None for other in contributions):
-        return
-    for rank, other in enumerate(contributions):
-        must_match = other["num_tensors"] or first["has_shards"] or rank in writers
-        if must_match and other["digest"] != first["digest"]:
+    if all(other["digest"] is not None for other in contributions):
+        ranks = enumerate(contributions)
+        bound = [rank for rank, other in ranks if other["num_tensors"] or first["has_shards"] or rank in writers]
+        _require_equal(contributions, bound, "tensors")
+
+
+def _require_equal(contributions: Sequence[Json], ranks: Iterable[int], what: str) -> None:
+    first = contributions[0]
+    for rank in ranks:
+        if contributions[rank]["digest"] != first["digest"]:
             raise BadInputError(
-                f"rank {rank} pushed {other['num_tensors']} tensors that differ from the {first['num_tensors']} of "
-                "rank 0; all ranks must push the same names in the same order",
+                f"rank {rank} pushed {contributions[rank]['num_tensors']} {what} that differ from the "
+                f"{first['num_tensors']} of rank 0; all ranks must push the same names in the same order",
                 rank=rank,
             )
 
 
 # -- Staged checksums -------------------------------------------------------------------------------
-# Checksums of the staged tensors of one update. Most of them are computed while the tensors are copied.
 
 
 class StagedChecksums:
@@ -147,10 +145,11 @@ def shard_slices(
 
 
 def local_slices(tensor: DTensor, writer_ranks: frozenset[int]) -> tuple[slice, ...] | None:
-    """The part of the full tensor that this rank's shard is, or None if the tensor needs `full_tensor`.
+    """The part of the full tensor that this rank's shard is. None if the tensor needs `full_tensor`, or outside of its
+    mesh.
 
-    `writer_ranks`: global ranks that write the same staging memory. Returns None for a mesh that contains other ranks
-    than `writer_ranks`, and for placements other than Shard, Replicate and the `_StridedShard` of FSDP2 over TP.
+    `writer_ranks`: global ranks that write the same staging memory. A tensor needs `full_tensor` if its mesh contains
+    other ranks, and for placements other than Shard, Replicate and the `_StridedShard` of FSDP2 over TP.
     """
     return _own_slices(tensor) if writes_own_shards(tensor, writer_ranks) else None
 
@@ -212,9 +211,6 @@ def _split_of(tensor: DTensor) -> tuple[list[int | None], list[int]] | None:
 
     Returns None for placements that `local_slices` does not know. For the order see `split_order`.
     """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     shard_dims: list[int | None] = []
     split_factors: list[int] = []
     for placement in tensor.placements:
@@ -253,8 +249,6 @@ def split_order(
 
 def is_first_replica(tensor: DTensor) -> bool:
     """Whether this rank is the first along each replicated mesh dimension. Only the first replica writes."""
-    from torch.distributed.tensor import Replicate
-
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
     return all(
         index == 0
@@ -303,24 +297,14 @@ class TensorSource:
             first = next(remaining, None)
             if first is not None:
                 validated_pair(first)
-            self.pairs = _chain(first, remaining)
+            self.pairs = itertools.chain([] if first is None else [first], remaining)
             self.contribution = {"num_tensors": int(first is not None), "digest": None, "has_shards": False}
-
-
-def _chain(first: Any, remaining: Iterator[Any]) -> Iterator[Any]:
-    """`first` and then the remaining pairs. Keeps no reference to `first`, whose memory may be large."""
-    if first is not None:
-        yield first
-        del first
-        yield from remaining
 
 
 def _check_all(
     pairs: Sequence[tuple[str, torch.Tensor]], manifest: Manifest, check_finite: bool
 ) -> tuple[list[str], bool]:
     """Check all tensors. Returns their checkpoint names in order, and whether any tensor is a DTensor."""
-    from torch.distributed.tensor import DTensor
-
     names: list[str] = []
     seen: set[str] = set()
     tied = TiedTensors(manifest)
@@ -345,8 +329,6 @@ def check_tensor(
 
     `seen`: the checkpoint names of earlier tensors, to which the names are added. Raises BadInputError.
     """
-    from torch.distributed.tensor import DTensor
-
     names: list[str] = []
     smallest_dtype = ""
     for name, part in manifest.checkpoint_specs(given_name, TensorSpec.of(tensor)).items():
@@ -428,8 +410,6 @@ class TiedTensors:
 
     def add(self, given_name: str, tensor: torch.Tensor) -> None:
         """Take note of a tensor that `check_tensor` has accepted. Raises WeightManifestError if it has no values."""
-        from torch.distributed.tensor import DTensor
-
         names = () if self._manifest.tied is None else self._manifest.tied
         for name in self._manifest.checkpoint_specs(given_name, TensorSpec.of(tensor)) if names else ():
             if name in names:
@@ -462,8 +442,6 @@ class TiedTensors:
 
     def _checksums(self, part: torch.Tensor) -> list[int]:
         """Checksums of rows in the dtype in which they are pushed."""
-        import torch
-
         assert self._manifest.tied is not None
         dtype = getattr(torch, self._manifest.tensors[self._manifest.tied[1]].dtype)
         checksums = Checksums(choose_algorithm(), accelerator())
@@ -484,17 +462,12 @@ def items_of(named_tensors: Any) -> Iterator[Any]:
 
 def validated_pair(item: Any) -> tuple[str, torch.Tensor]:
     """The item as a pair of name and tensor. Raises BadInputError for anything else."""
-    import torch
-
     if not (isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], str)):
         shown = type(item).__name__ if isinstance(item, torch.Tensor) else repr(item)[:100]
         raise BadInputError(f"{EXPECTED}; got the item {shown}")
     name, tensor = item
-    if not isinstance(tensor, torch.Tensor):
-        cure = ": convert it with torch.from_numpy" if type(tensor).__module__ == "numpy" else ""
-        if type(tensor).__name__ == "ShardedTensor":  # FSDP1's state dict
-            cure = ": gather it first (StateDictType.FULL_STATE_DICT), or use FSDP2, whose DTensors are read in shards"
-        raise BadInputError(f"{name!r} is no tensor but {type(tensor).__name__}{cure}", name=name)
+    if not isinstance(tensor, torch.Tensor):  # for example the ShardedTensor of FSDP1, or an array of numpy
+        raise BadInputError(f"{name!r} is no tensor but {type(tensor).__name__}", name=name)
     return name, tensor
 
 
@@ -516,8 +489,6 @@ def read_dense_tensors(named_tensors: NamedTensors) -> dict[str, torch.Tensor]:
 
 def require_dense(name: str, tensor: torch.Tensor) -> None:
     """Raise WeightManifestError for a tensor that has no memory of its elements: a meta tensor or a sparse tensor."""
-    import torch
-
     if tensor.is_meta:
         raise WeightManifestError(
             f"{name!r} is on the meta device and has no values, for example because the model is offloaded: load the "
@@ -541,8 +512,6 @@ def require_finite(name: str, tensor: torch.Tensor, smallest_dtype: str, check_f
     `smallest_dtype`: the dtype with the smallest range to which the tensor is cast. With `check_finite`, NaN and
     infinity are refused as well.
     """
-    import torch
-
     if not tensor.is_floating_point() or not tensor.numel():
         return
     cast_dtype = getattr(torch, smallest_dtype)
@@ -573,7 +542,6 @@ def require_finite(name: str, tensor: torch.Tensor, smallest_dtype: str, check_f
 
 
 # -- Shard writer -----------------------------------------------------------------------------------
-# Writing one trainer rank's part of every tensor into staging memory, with a check of each tensor.
 
 POLL_INTERVAL_S = 0.02
 SLOW_GATHER_S = 1.0
@@ -699,8 +667,6 @@ class ShardWriter:
         self.has_gathered_all = True
 
     def _gathers(self, waits_in: tuple[str, str] | None = None) -> Json:
-        import torch.distributed as dist
-
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return {"rank": rank, "counts": self._num_gathered, "waits_in": waits_in}
 
@@ -709,14 +675,8 @@ class ShardWriter:
 
         On a rank outside of the mesh, `full_tensor` is an empty tensor.
         """
-        from torch.distributed.tensor import DTensor
-
-        if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None:
-            return
-        is_gathered = self._manifest.is_converted(name, TensorSpec.of(tensor)) or not writes_own_shards(
-            tensor, self._writer_ranks
-        )
-        if self._writes_whole_tensors and is_gathered:
+        is_outside = isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
+        if is_outside and self._writes_whole_tensors and self._needs_gather(name, tensor):
             raise WeightManifestError(
                 f"{name!r} is a DTensor of a device mesh without this rank, which has to write the tensor: pass a "
                 "DTensor of a mesh with all ranks, or a plain tensor on rank 0",
@@ -725,8 +685,6 @@ class ShardWriter:
 
     def _needs_gather(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the ranks gather the tensor."""
-        from torch.distributed.tensor import DTensor
-
         if not isinstance(tensor, DTensor):
             return False
         with contextlib.suppress(BadInputError):
@@ -735,31 +693,20 @@ class ShardWriter:
                 return False
             if self._manifest.is_converted(name, TensorSpec.of(tensor)):
                 return True
-        return local_slices(tensor, self._writer_ranks) is None
+        return not writes_own_shards(tensor, self._writer_ranks)
 
     def _write_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor that has been checked, as one or more tensors of the checkpoint."""
-        from torch.distributed.tensor import DTensor
-
-        is_converted = self._manifest.is_converted(name, TensorSpec.of(tensor))
         if isinstance(tensor, DTensor):
             self.has_shards = True
             if self._needs_gather(name, tensor):
                 tensor = self._gather(name, tensor)
-        if is_converted:
-            assert self._manifest.checkpoint_names is not None
-            parts = self._manifest.checkpoint_names.tensors(name, tensor)
-        else:
-            (checkpoint_name,) = self._manifest.checkpoint_specs(name, TensorSpec.of(tensor))
-            parts = [(checkpoint_name, tensor)]
-        for part_name, part in parts:
+        for part_name, part in self._manifest.checkpoint_parts(name, tensor):
             if part_name not in self._manifest.ignored:
                 self._write_checkpoint_tensor(part_name, part)
 
     def _write_checkpoint_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Write a whole tensor, or this rank's shard of a DTensor, by its checkpoint name."""
-        from torch.distributed.tensor import DTensor
-
         target = self._staging_tensor(name)
         if target is None:
             return
@@ -768,9 +715,7 @@ class ShardWriter:
                 copied = self._copies.copy(target, tensor.detach())
                 if self._checksums is not None:
                     self._checksums.add(name, copied)
-        elif is_first_replica(tensor):
-            slices = local_slices(tensor, self._writer_ranks)
-            assert slices is not None
+        elif (slices := local_slices(tensor, self._writer_ranks)) is not None and is_first_replica(tensor):
             self._copies.copy(target[slices], tensor.to_local().detach())
 
     def gather_on_cpu(self, named_tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -778,8 +723,6 @@ class ShardWriter:
 
         All ranks must have DTensors of the same names in the same order, see `require_same_shards`.
         """
-        from torch.distributed.tensor import DTensor
-
         self._enter_all(named_tensors)
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in named_tensors.items():
@@ -837,8 +780,6 @@ class ShardWriter:
 
 def meshes_of(named_tensors: NamedTensors) -> dict[frozenset[int], list[str]]:
     """The names of the DTensors of a collection by the ranks of their device meshes. Leaves bad items out."""
-    from torch.distributed.tensor import DTensor
-
     names: dict[frozenset[int], list[str]] = {}
     for item in items_of(named_tensors):
         with contextlib.suppress(BadInputError):

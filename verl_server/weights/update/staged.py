@@ -21,7 +21,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from verl_server.errors import (
     BadInputError,
@@ -33,7 +34,7 @@ from verl_server.errors import (
     WeightManifestError,
 )
 from verl_server.types import Json, ServerInfo, WeightUpdateResult
-from verl_server.weights.arena import Arena, Layout, ReceivedReport
+from verl_server.weights.arena import Arena, Layout, ReceivedReport, Report
 from verl_server.weights.device import StagingCopies, accelerator, as_current
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import ReceivingRank, Sender, UpdateAttempt, receiving_ranks
@@ -61,14 +62,10 @@ from verl_server.weights.update.updater import (
 )
 from verl_server.weights.verification import shares_are_complete
 
-if TYPE_CHECKING:
-    import torch
-
 logger = logging.getLogger(__name__)
 
 
 # -- Report checks ----------------------------------------------------------------------------------
-# Checks of the reports of TP ranks on an update: all have loaded all tensors, and have read what was staged.
 
 
 def verify_reports(
@@ -89,13 +86,15 @@ def verify_reports(
     """
     servers = {rank.label: rank.server for rank in receiving_ranks(attempt.members)}
     errors: dict[str, VerlServerError] = {}
+    by_server = defaultdict[str, dict[str, Report]](dict)
     for label, received in reports.items():
         try:
-            _verify_report(label, received, attempt, checksums, is_whole=is_whole)
+            report = _verified_report(label, received, attempt, checksums, is_whole=is_whole)
+            by_server[servers.get(label, "")][label] = report
         except VerlServerError as error:
             errors[label] = error
     if attempt.verify and not errors:
-        errors = _unverified_servers(reports, servers) or _servers_with_unread(reports, servers, optional, is_whole)
+        errors = _unverified_servers(by_server.values()) or _servers_with_unread(by_server.values(), optional, is_whole)
     if errors:
         first = next(iter(errors.values()))
         first.details["servers"] = sorted({servers[label] for label in errors if label in servers})
@@ -125,9 +124,10 @@ def first_error(errors: Sequence[VerlServerError]) -> VerlServerError:
     return errors[0]
 
 
-def _verify_report(
+def _verified_report(
     label: str, received: ReceivedReport | None, attempt: UpdateAttempt, checksums: Sequence[int], *, is_whole: bool
-) -> None:
+) -> Report:
+    """The report of one TP rank. Raises VerlServerError if it is missing or bad."""
     if received is None:
         raise VerlServerError(
             f"{label} did not report on the update: it could not reach the staged weights. See the server's log"
@@ -137,42 +137,44 @@ def _verify_report(
         raise VerlServerError(f"{label} could not load the weights: {report.error}", log_tail=report.trace)
     if report.num_tensors != len(attempt.names):
         raise VerlServerError(f"{label} took {report.num_tensors} of the update's {len(attempt.names)} tensors")
-    if attempt.verify:
-        _verify_checksums(label, received, attempt, checksums)
-        _verify_coverage(label, received, is_whole)
+    if not attempt.verify:
+        return report
+    first, step = report.share
+    expected = zip(attempt.names[first::step], checksums[first::step], received.checksums, strict=True)
+    if different := [name for name, staged, read in expected if staged != read]:
+        raise VerlServerError(
+            f"{label} read {len(different)} tensors that differ from what was staged, {different[0]!r} first: "
+            "do not write to the staged tensors during an update"
+        )
+    if report.num_unwritten and is_whole:
+        raise VerlServerError(
+            f"{label} did not write {report.num_unwritten} of its parameters in an update of the whole model, for "
+            f"example {report.unwritten[0]!r}: the update lacks their tensors, or the model class of the server "
+            "ignores them (verify=False skips this check)"
+        )
+    return report
 
 
-def _unverified_servers(
-    reports: Mapping[str, ReceivedReport | None], servers: Mapping[str, str]
-) -> dict[str, VerlServerError]:
+def _unverified_servers(by_server: Iterable[Mapping[str, Report]]) -> dict[str, VerlServerError]:
     """An error for each server whose TP ranks have not verified all tensors together."""
-    shares: dict[str, dict[str, tuple[int, int]]] = {}
-    for label, received in reports.items():
-        assert received is not None
-        shares.setdefault(servers.get(label, ""), {})[label] = received.report.share
-    return {
-        label: VerlServerError(f"{label} and the other TP ranks of its server have not verified all tensors together")
-        for server_shares in shares.values()
-        if not shares_are_complete([*server_shares.values()])
-        for label in [next(iter(server_shares))]
-    }
+    errors: dict[str, VerlServerError] = {}
+    for reports in by_server:
+        if not shares_are_complete([report.share for report in reports.values()]):
+            label = next(iter(reports))
+            errors[label] = VerlServerError(
+                f"{label} and the other TP ranks of its server have not verified all tensors together"
+            )
+    return errors
 
 
 def _servers_with_unread(
-    reports: Mapping[str, ReceivedReport | None],
-    servers: Mapping[str, str],
-    optional: Collection[str],
-    is_whole: bool,
+    by_server: Iterable[Mapping[str, Report]], optional: Collection[str], is_whole: bool
 ) -> dict[str, VerlServerError]:
     """An error for each server of which no TP rank has read some tensors that are not `optional`."""
-    unread: dict[str, tuple[str, set[str]]] = {}
-    for label, received in reports.items():
-        assert received is not None
-        unread.setdefault(servers.get(label, ""), (label, set(received.report.unread)))[1].intersection_update(
-            received.report.unread
-        )
     errors: dict[str, VerlServerError] = {}
-    for label, names in unread.values():
+    for reports in by_server:
+        label = next(iter(reports))
+        names = set[str].intersection(*(set(report.unread) for report in reports.values()))
         if skipped := sorted(names.intersection(optional)):
             logger.info("%s does not use %d pushed tensors, for example %s", label, len(skipped), skipped[0])
         if ignored := sorted(names.difference(optional)):
@@ -185,28 +187,6 @@ def _servers_with_unread(
                 is_whole=is_whole,
             )
     return errors
-
-
-def _verify_checksums(label: str, received: ReceivedReport, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
-    """Compare the checksums of a TP rank's share of the tensors."""
-    first, step = received.report.share
-    expected = zip(attempt.names[first::step], checksums[first::step], received.checksums, strict=True)
-    different = [name for name, staged, read in expected if staged != read]
-    if different:
-        raise VerlServerError(
-            f"{label} read {len(different)} tensors that differ from what was staged, {different[0]!r} first: "
-            "do not write to the staged tensors during an update"
-        )
-
-
-def _verify_coverage(label: str, received: ReceivedReport, is_whole: bool) -> None:
-    report = received.report
-    if report.num_unwritten and is_whole:
-        raise VerlServerError(
-            f"{label} did not write {report.num_unwritten} of its parameters in an update of the whole model, for "
-            f"example {report.unwritten[0]!r}: the update lacks their tensors, or the model class of the server "
-            "ignores them (verify=False skips this check)"
-        )
 
 
 # -- Commit -----------------------------------------------------------------------------------------
@@ -540,7 +520,7 @@ class StagedUpdater(WeightUpdater):
             action_timeout_s=4 * self.ranks.timeout_s,
         )
         outcome = UpdateOutcome.from_message(message)
-        if not outcome.is_final:
+        if outcome.result is None and outcome.torn is None:
             outcome = self._confirm_on_all_nodes(outcome, names, checksums, f"{call_id}/confirm")
         self.adopt(outcome)
         return outcome.result_of_rank(gather_s)
@@ -559,7 +539,11 @@ class StagedUpdater(WeightUpdater):
         node_leaders = range(0, len(contributions), len(contributions) // nnodes)
         validated = self.begin(contributions, names, options, node_leaders)
         assert sender is not None
-        ordered_names = self._layout.in_order(self._complete_modules(names, servers))
+        now_staged = StagedChecksums(self._arena.tensor, self._checksum)
+        completed = complete_modules(
+            names, servers.members, self.manifest, self._published_checksums, now_staged.values
+        )
+        ordered_names = self._layout.in_order(completed)
         values = staged_checksums.values(ordered_names) if validated.verify else []
         update = StagedUpdate(servers, sender, validated, ordered_names, values, self.manifest)
         try:
@@ -572,9 +556,9 @@ class StagedUpdater(WeightUpdater):
             return UpdateOutcome(validated.weight_version, torn=error)
         except VerlServerError:
             raise
-        except BaseException as failure:  # for example KeyboardInterrupt, or an OSError of the transport
+        except BaseException as failure:
             if update.may_have_loaded:
-                self.torn = torn_error(VerlServerError(f"{type(failure).__name__}: {failure}"), validated)
+                self.torn = torn_error(failure, validated)
             raise
         self._unpublished = update
         self.torn = TornWeightsError("the weight update was loaded, but not all nodes have confirmed it")
@@ -583,10 +567,6 @@ class StagedUpdater(WeightUpdater):
     @property
     def keeps_published(self) -> bool:
         return self._lacking.issubset(self._published_checksums)
-
-    def _complete_modules(self, names: list[str], servers: Servers) -> list[str]:
-        checksums = StagedChecksums(self._arena.tensor, self._checksum)
-        return complete_modules(names, servers.members, self.manifest, self._published_checksums, checksums.values)
 
     def _publish_and_resume(self, update: StagedUpdate) -> UpdateOutcome:
         """Record the checksums of the new weights, tell the servers' owner of the new version, and resume generation.

@@ -1,10 +1,10 @@
-"""Updates through double buffers: the servers load the first tensors while the ranks write the next ones.
+"""Updates through pairs of buckets: the servers load the first tensors while the ranks write the next ones.
 
     open      all ranks agree; rank 0 pauses the servers and begins the session; TP ranks that have not done it yet
-              open the double buffers; rank 0 starts the loaders
+              open the buckets; rank 0 starts the loaders
     fill      every rank writes its part of the tensors into the buckets
     end       rank 0 waits until the servers have loaded, and ends the session
-    verify    the leader of each double buffer checks the reports of its TP ranks
+    verify    the leader of each pair of buckets checks the reports of its TP ranks
     confirm   rank 0 publishes the version and resumes generation
 
 A failure after `open` leaves the weights torn: no copy of the tensors is kept for a second attempt.
@@ -19,21 +19,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
-from verl_server.config import PauseMode
+import torch
+from pydantic import TypeAdapter
+
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
-from verl_server.weights.device import StagingCopies, accelerator, as_current
-from verl_server.weights.double_buffer.buffer import (
+from verl_server.weights.buckets import (
     CHECKSUM_READER,
     NUM_BUCKETS,
     RECLAIM_TIMEOUT_S,
     BucketReader,
+    Buckets,
+    BucketsLayout,
     BucketWriter,
-    DoubleBuffer,
-    DoubleBufferLayout,
 )
+from verl_server.weights.device import StagingCopies, accelerator, as_current
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import ReceivingRank, UpdateAttempt, receiving_ranks, require_few_receivers
 from verl_server.weights.update.options import (
@@ -61,55 +62,36 @@ from verl_server.weights.update.updater import (
 )
 from verl_server.weights.verification import Checksums, choose_algorithm
 
-if TYPE_CHECKING:
-    import torch
-
-
 # -- Server session ---------------------------------------------------------------------------------
-# The servers' side of a streamed update on trainer rank 0: pause, begin, load in the background, end, resume.
 
 
 @dataclass(frozen=True)
 class OpenedUpdate:
-    """A streamed update for which the servers are loading, as all ranks know it."""
+    """A streamed update for which the servers are loading, as rank 0 tells it to all ranks."""
 
     validated: ValidatedUpdate
     update_id: str
     update_number: int
-    """Number of the update through the double buffers."""
+    """Number of the update through the buckets, from 1."""
     members: Sequence[ServerInfo]
     """The servers that load the update."""
-    opened_at: float
-    """Time of `time.monotonic` at which this rank learned of the update."""
 
-    def to_message(self) -> Json:
-        """The update as rank 0 sends it to the other ranks."""
-        return {
-            "validated": asdict(self.validated),
-            "update_id": self.update_id,
-            "update_number": self.update_number,
-            "members": [[member.name, member.tp_size] for member in self.members],
-        }
+    def attempt(self, names: Sequence[str] = ()) -> UpdateAttempt:
+        """The update of the tensors `names`, in the order in which they are written."""
+        return UpdateAttempt(self.update_id, names, self.validated.verify, self.members)
 
-    @classmethod
-    def from_message(cls, message: Json) -> OpenedUpdate:
-        """The update that `to_message` described."""
-        validated = ValidatedUpdate(
-            **{**message["validated"], "pause_mode": PauseMode(message["validated"]["pause_mode"])}
-        )
-        members = [ServerInfo(name, tp_size) for name, tp_size in message["members"]]
-        return cls(validated, message["update_id"], message["update_number"], members, time.monotonic())
+
+_OPENED_UPDATE = TypeAdapter(OpenedUpdate)
 
 
 class ServerSession:
     """The weight update session of all servers during one streamed update.
 
-    Raises UnsupportedError if the servers have more TP ranks than a double buffer serves.
+    Raises UnsupportedError if the servers have more TP ranks than a pair of buckets serves.
     """
 
     def __init__(self, servers: Servers, opened: OpenedUpdate) -> None:
         self._servers, self.opened = servers, opened
-        self._validated, self.members = opened.validated, opened.members
         self._steps = ExitStack()
         """What `end` has to end: the session of the servers, and their loaders."""
         self._loading: Future[None] | None = None
@@ -117,9 +99,9 @@ class ServerSession:
         """Whether a server may hold a part of the update."""
         self.paused_at = math.nan
         """Time of `time.monotonic` just before the servers were paused."""
-        if not self.members:
+        if not opened.members:
             raise ServerDiedError("no server runs now, and this transport does not keep the weights for later")
-        require_few_receivers(self.members)
+        require_few_receivers(opened.members)
 
     def open(self, weights_are_torn: bool, prepare: Callable[[], None], message: Json) -> None:
         """Pause generation, open the session, call `prepare` and start the loaders of all servers with `message`.
@@ -127,39 +109,37 @@ class ServerSession:
         `prepare` must not change the weights. The loaders run in a background thread until `end`. After an error before
         a loader was started, generation continues unless the weights were torn.
         """
+        validated = self.opened.validated
         self.paused_at = time.monotonic()
         try:
-            self._servers.pause(self._validated.pause_mode)
+            self._servers.pause(validated.pause_mode)
             self._steps.enter_context(open_session(self._servers))
             prepare()
             self.may_have_loaded = True
             pool = self._steps.enter_context(ThreadPoolExecutor(1, thread_name_prefix="verl-server-load"))
-            version, flushes = self._validated.weight_version, self._validated.flush_cache
-            self._loading = pool.submit(self._servers.load, self._messages(message), version, flushes)
+            self._loading = pool.submit(
+                self._servers.load, self._messages(message), validated.weight_version, validated.flush_cache
+            )
         except BaseException as error:  # also KeyboardInterrupt
             if not self.may_have_loaded:
-                self._undo(error, weights_are_torn)
+                with suppress(VerlServerError):
+                    self.end()
+                if isinstance(error, VerlServerError):
+                    leave_out_failed(self._servers, error)
+                if not weights_are_torn:
+                    resume_unchanged(self._servers)
             raise
-
-    def _undo(self, error: BaseException, weights_are_torn: bool) -> None:
-        """End a session in which no server has loaded anything."""
-        with suppress(VerlServerError):
-            self.end()
-        if isinstance(error, VerlServerError):
-            leave_out_failed(self._servers, error)
-        if not weights_are_torn:
-            resume_unchanged(self._servers)
 
     def call_loaders(self, message: Json) -> None:
         """Call the loaders of all servers with a message that changes no weights, and wait for them."""
         self._servers.load(self._messages(message), None, flush_cache=False)
 
     def _messages(self, message: Json) -> list[Json]:
-        tp_sizes = [member.tp_size for member in self.members]
-        firsts = [sum(tp_sizes[:index]) for index in range(len(tp_sizes))]
+        """The message for the loaders of each server."""
+        attempt = self.opened.attempt()
         return [
-            {**message, "first_receiver": first, "tp_size": tp_size}
-            for first, tp_size in zip(firsts, tp_sizes, strict=True)
+            {**message, "first_receiver": first, "tp_size": member.tp_size}
+            for first, member in zip(attempt.first_receivers, attempt.members, strict=False)
         ]
 
     def require_loading(self) -> None:
@@ -179,32 +159,36 @@ class ServerSession:
 
         `cause`: the error that the caller receives.
         """
-        torn = torn_error(cause, self._validated)
+        torn = torn_error(cause, self.opened.validated)
         if (failed := error.details.get("servers")) is not None:
             torn.details["servers"] = failed
         leave_out_failed(self._servers, torn)
-        return UpdateOutcome(self._validated.weight_version, torn=torn)
+        return UpdateOutcome(self.opened.validated.weight_version, torn=torn)
 
 
-# -- Opening ----------------------------------------------------------------------------------------
-# Opening of double buffers by the servers' TP ranks, before the first update with these servers.
-#
-# A TP rank that cannot open a double buffer, for example because it does not see the GPU, is found here. The servers
-# then keep their weights. In the middle of an update, the weights would be torn.
+# -- Buckets ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class DoubleBuffers:
-    """The double buffers of all trainer ranks, as the loaders of the servers need to know them."""
+class RankBuckets:
+    """The buckets of all trainer ranks, and the part of this rank."""
 
     transport: str
-    layout: DoubleBufferLayout
+    layout: BucketsLayout
     descriptions: Sequence[Json]
-    """What a server needs to open each double buffer."""
+    """What a server needs to open each pair of buckets."""
     num_writers: int
-    """Number of trainer ranks that write each double buffer."""
+    """Number of trainer ranks that write each pair of buckets."""
     timeout_s: float
     """Deadline of one update in seconds."""
+    own: Buckets | None = None
+    """The buckets that this rank writes. None for a rank that only takes part in gathering."""
+    writer_index: int = 0
+    """Number of this rank among the writers of its buckets."""
+    is_lead_writer: bool = False
+    """Whether this rank writes tensors that are not sharded, computes checksums, and reads the reports."""
+    own_index: int = 0
+    """Number of this rank's pair of buckets. It serves the TP ranks with this number modulo the number of pairs."""
 
     def loader_message(self, opened: OpenedUpdate) -> Json:
         """The message for the loaders of all servers."""
@@ -213,76 +197,53 @@ class DoubleBuffers:
             "update_id": opened.update_id,
             "verify": opened.validated.verify,
             "update_number": opened.update_number,
-            "double_buffers": list(self.descriptions),
+            "buckets": list(self.descriptions),
             "layout": asdict(self.layout),
             "num_writers": self.num_writers,
             "timeout_s": self.timeout_s,
             "checksum": choose_algorithm(),
         }
 
-    def opening_message(self, opened: OpenedUpdate) -> Json:
-        """A message after which the loaders only open the double buffers and report. They load nothing."""
-        return {**self.loader_message(opened), "opens_only": True}
-
     def require_opened(self, opened: OpenedUpdate) -> None:
-        """Raise UnsupportedError unless every TP rank has opened its double buffer after `opening_message`.
+        """Raise UnsupportedError unless every TP rank has opened its buckets, after a message `opens_only`.
 
-        Rank 0 opens the double buffers of all trainer ranks, because they contain the reports.
+        A TP rank that cannot open it, for example because it does not see the GPU, is found before weights change.
+        Rank 0 opens the buckets of all trainer ranks, because they contain the reports.
         """
         with ExitStack() as stack:
-            buffers = [stack.enter_context(closing(self._open(rank))) for rank in range(len(self.descriptions))]
+            buckets = [stack.enter_context(closing(self._open(rank))) for rank in range(len(self.descriptions))]
             require_opened(
                 self.transport,
                 (
-                    (rank, buffers[rank.receiver % len(buffers)].reports.read(rank.receiver, opened.update_id, 0))
+                    (rank, buckets[rank.receiver % len(buckets)].reports.read(rank.receiver, opened.update_id, 0))
                     for rank in receiving_ranks(opened.members)
                 ),
             )
 
-    def _open(self, rank: int) -> DoubleBuffer:
-        """The double buffer of a trainer rank, opened on rank 0. Raises UnsupportedError."""
+    def _open(self, rank: int) -> Buckets:
+        """The buckets of a trainer rank, opened on rank 0. Raises UnsupportedError."""
         try:
-            return DoubleBuffer.open(self.descriptions[rank]["location"], self.layout)
+            return Buckets.open(self.descriptions[rank]["location"], self.layout)
         except OSError as error:
             raise UnsupportedError(
                 f"rank 0 cannot open the staging memory of trainer rank {rank}: {error}. "
                 f"The transport {self.transport!r} needs all trainer ranks on one machine"
             ) from error
 
-
-# -- Buffer filler ----------------------------------------------------------------------------------
-# One trainer rank's part of a streamed update: fill its double buffer, compute checksums, and check the reports.
-
-
-@dataclass(frozen=True)
-class BufferRole:
-    """The role of one trainer rank at one double buffer."""
-
-    double_buffer: DoubleBuffer
-    writer_index: int
-    """Number of this rank among the writers of the double buffer."""
-    num_writers: int
-    """Number of trainer ranks that write the double buffer."""
-    is_lead_writer: bool
-    """Whether this rank writes tensors that are not sharded, computes checksums, and reads the reports."""
-    buffer_index: int
-    """Number of the double buffer. It serves the TP ranks whose number is equal to it modulo `num_buffers`."""
-    num_buffers: int
-    """Number of double buffers of all trainer ranks."""
-
     def receiving_ranks(self, members: Sequence[ServerInfo]) -> Iterator[ReceivingRank]:
-        """The TP ranks of the servers that this double buffer serves."""
+        """The TP ranks of the servers that this rank's buckets serve."""
         for rank in receiving_ranks(members):
-            if rank.receiver % self.num_buffers == self.buffer_index:
+            if rank.receiver % len(self.descriptions) == self.own_index:
                 yield rank
 
     def fail(self, update_number: int, message: str) -> None:
-        """Make the readers and the other writers of the double buffer stop waiting in one update."""
-        self.double_buffer.progress(update_number).fail(message)
+        """Make the readers and the other writers of this rank's buckets stop waiting in one update."""
+        if self.own is not None:
+            self.own.progress(update_number).fail(message)
 
 
-class BufferFiller:
-    """Fills one rank's double buffer with its part of the update `opened`.
+class BucketFiller:
+    """Fills this rank's buckets with its part of the update `opened`, and checks the reports.
 
     `require_ranks` raises when the trainer ranks cannot work together any more. `require_peers` raises in addition when
     the servers are not loading any more. `deadline` is a time of `time.monotonic`.
@@ -290,46 +251,46 @@ class BufferFiller:
 
     def __init__(
         self,
-        role: BufferRole,
+        buckets: RankBuckets,
         opened: OpenedUpdate,
         require_ranks: Callable[[], None],
         require_peers: Callable[[], None],
         deadline: float,
     ) -> None:
-        self._role, self._opened, self._deadline = role, opened, deadline
-        self.copies = StagingCopies(role.double_buffer.buckets.pin)
+        assert buckets.own is not None
+        self._buckets, self._own, self._opened, self._deadline = buckets, buckets.own, opened, deadline
+        self.copies = StagingCopies(self._own.memory.pin)
         """Makes the copies into the memory that `reserve` returns."""
-        readers = [rank.receiver for rank in role.receiving_ranks(opened.members)]
+        readers = [rank.receiver for rank in buckets.receiving_ranks(opened.members)]
         if opened.validated.verify:
             readers.append(CHECKSUM_READER)
         self._writer = BucketWriter(
-            role.double_buffer,
+            self._own,
             opened.update_number,
-            role.writer_index,
-            role.is_lead_writer,
+            buckets.writer_index,
+            buckets.is_lead_writer,
             readers,
             require_peers,
             self.copies.wait,
         )
         self._error: VerlServerError | None = None
-        """Why the double buffer could not be filled, or None."""
+        """Why the buckets could not be filled, or None."""
         self._checksums: Future[list[int]] | None = None
-        if role.is_lead_writer and opened.validated.verify:
+        if buckets.is_lead_writer and opened.validated.verify:
             self._checksums = self._start_checksums(require_ranks)
 
     def reserve(self, name: str, spec: TensorSpec) -> torch.Tensor | None:
-        """Memory for the next tensor in a bucket. None if the double buffer has failed; `finish` raises the error.
+        """Memory for the next tensor in a bucket. None if the buckets have failed; `finish` raises the error.
 
         The caller continues to read its tensors then, because other ranks may be gathering them together with this
         rank.
         """
-        if self._error is not None:
-            return None
-        try:
-            return self._writer.reserve(name, spec, self._deadline)
-        except VerlServerError as error:
-            self._error = error
-            return None
+        if self._error is None:
+            try:
+                return self._writer.reserve(name, spec, self._deadline)
+            except VerlServerError as error:
+                self._error = error
+        return None
 
     def finish(self) -> None:
         """Hand the last bucket to the readers. Raises the error of an earlier `reserve`."""
@@ -338,44 +299,38 @@ class BufferFiller:
         self._writer.finish()
 
     def report_error(self, names: Sequence[str], manifest: Manifest, timeout_s: float) -> VerlServerError | None:
-        """On the leader: what is wrong with the reports of the TP ranks that this double buffer serves, or None.
+        """On the leader: what is wrong with the reports of the TP ranks that this rank's buckets serve, or None.
 
         `names`: the tensors in the order in which they were written. `timeout_s`: seconds to wait for the
         checksums.
         """
-        if not self._role.is_lead_writer:
+        if not self._buckets.is_lead_writer:
             return None
-        verify = self._opened.validated.verify
-        attempt = UpdateAttempt(self._opened.update_id, names, verify, self._opened.members)
-        num_checksums = len(names) if verify else 0
+        attempt = self._opened.attempt(names)
+        num_checksums = len(names) if attempt.verify else 0
         reports = {
-            rank.label: self._role.double_buffer.reports.read(rank.receiver, attempt.id, num_checksums)
-            for rank in self._role.receiving_ranks(attempt.members)
+            rank.label: self._own.reports.read(rank.receiver, attempt.id, num_checksums)
+            for rank in self._buckets.receiving_ranks(attempt.members)
         }
         try:
-            checksums = [] if self._checksums is None else _checksums_of(self._checksums, timeout_s)
+            checksums = [] if self._checksums is None else self._checksums.result(timeout_s)
             is_whole = manifest.is_whole(names)
             verify_reports(reports, attempt, checksums, is_whole=is_whole, optional=manifest.not_required)
         except VerlServerError as error:
             return error
+        except Exception as error:  # noqa: BLE001 - every rank has to arrive at the next step
+            return VerlServerError(f"the checksums could not be compared: {type(error).__name__}: {error}")
         return None
 
     def close(self) -> None:
-        """Wait for the thread that computes checksums, which uses the double buffer."""
+        """Wait for the thread that computes checksums, which uses the buckets."""
         if self._checksums is not None:
             wait([self._checksums], RECLAIM_TIMEOUT_S)
 
     def _start_checksums(self, require_ranks: Callable[[], None]) -> Future[list[int]]:
-        """Start a thread that reads the double buffer as one more reader and computes the checksum of each tensor."""
-        role = self._role
-        reader = BucketReader(
-            role.double_buffer,
-            self._opened.update_number,
-            CHECKSUM_READER,
-            role.num_writers,
-            require_ranks,
-            self._deadline,
-        )
+        """Start a thread that reads the buckets as one more reader and computes the checksum of each tensor."""
+        number, num_writers = self._opened.update_number, self._buckets.num_writers
+        reader = BucketReader(self._own, number, CHECKSUM_READER, num_writers, require_ranks, self._deadline)
         device = accelerator()
         checksums = Checksums(choose_algorithm(), device)
 
@@ -387,7 +342,7 @@ class BufferFiller:
                         del tensor
                     return checksums.values()
             except Exception as error:
-                role.fail(self._opened.update_number, f"the checksums could not be computed: {error}")
+                self._buckets.fail(number, f"the checksums could not be computed: {error}")
                 raise
 
         pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-checksums")
@@ -397,23 +352,13 @@ class BufferFiller:
             pool.shutdown(wait=False)
 
 
-def _checksums_of(future: Future[list[int]], timeout_s: float) -> list[int]:
-    try:
-        return future.result(timeout_s)
-    except VerlServerError:
-        raise
-    except Exception as error:
-        raise VerlServerError(f"the checksums could not be computed: {type(error).__name__}: {error}") from error
-
-
 # -- Streamed ---------------------------------------------------------------------------------------
 
 
 class StreamedUpdater(WeightUpdater):
     """The weight updater for transports that take tensors as they come.
 
-    `role`: this rank's role at a double buffer, or None for a rank that only takes part in gathering. `writer_ranks`:
-    global ranks that write the same double buffer as this rank. `buffers`: the double buffers of all ranks.
+    `writer_ranks`: global ranks that write the same buckets as this rank.
     """
 
     def __init__(
@@ -421,29 +366,28 @@ class StreamedUpdater(WeightUpdater):
         ranks: EngineRanks,
         manifest: Manifest,
         weight_version: int,
-        buffers: DoubleBuffers,
-        role: BufferRole | None,
+        buckets: RankBuckets,
         writer_ranks: frozenset[int],
     ) -> None:
         super().__init__(ranks, manifest, weight_version)
-        self._buffers, self._role, self._writer_ranks = buffers, role, writer_ranks
-        self._own_buffer_ranks = range(len(buffers.descriptions) if len(buffers.descriptions) > 1 else 0)
+        self._buckets, self._writer_ranks = buckets, writer_ranks
+        self._own_bucket_ranks = range(len(buckets.descriptions) if len(buckets.descriptions) > 1 else 0)
         self._opened_members: Sequence[ServerInfo] = ()
-        """The servers whose TP ranks have opened the double buffers, on rank 0."""
+        """The servers whose TP ranks have opened the buckets, on rank 0."""
         self._update_number = 0
-        """Number of the last update through the double buffers. Equal on all ranks."""
-        self._filler: BufferFiller | None = None
+        """Number of the last update through the buckets. Equal on all ranks."""
+        self._filler: BucketFiller | None = None
         self._session: ServerSession | None = None
         """The servers' session during an update, on rank 0."""
 
     def staging_tensors(self) -> dict[str, torch.Tensor]:
         raise UnsupportedError(
-            f"with the transport {self._buffers.transport!r} there is no memory that holds the whole model"
+            f"with the transport {self._buckets.transport!r} there is no memory that holds the whole model"
         )
 
     def close(self) -> None:
-        if self._role is not None:
-            self._role.double_buffer.close()
+        if self._buckets.own is not None:
+            self._buckets.own.close()
 
     # -- the steps on every rank --------------------------------------------------------------------
 
@@ -462,7 +406,7 @@ class StreamedUpdater(WeightUpdater):
                 action_timeout_s=4 * self.ranks.timeout_s,
             )
             assert source is not None
-            opened = OpenedUpdate.from_message(message)
+            opened = _OPENED_UPDATE.validate_python(message)
             self._update_number = opened.update_number
             outcome, gather_s = self._fill_and_finish(call_id, source, opened, options.check_finite)
         except BaseException as failure:
@@ -494,46 +438,47 @@ class StreamedUpdater(WeightUpdater):
         self._update_number = opened.update_number
         self._stop_filling("the trainer abandoned the update")
         if self.torn is None and not isinstance(error, (ServerDiedError, ShutDownError)):
-            cause = error
-            if not isinstance(cause, VerlServerError):
-                cause = VerlServerError(f"{type(error).__name__}: {error}")
-            self.torn = torn_error(cause, opened.validated)
+            self.torn = torn_error(error, opened.validated)
 
     def _stop_filling(self, message: str) -> None:
-        """Make the servers and the other writers of this rank's double buffer stop waiting for this rank."""
-        if self._role is not None:
-            self._role.fail(self._update_number, message)
+        """Make the servers and the other writers of this rank's buckets stop waiting for this rank."""
+        self._buckets.fail(self._update_number, message)
 
     def _fill_and_finish(
         self, call_id: str, source: TensorSource, opened: OpenedUpdate, check_finite: bool
     ) -> tuple[UpdateOutcome, float]:
         """The steps after `open`. Returns the outcome, and the seconds that reading took. Raises TornWeightsError."""
-        load_id = f"{call_id}/load"
+        load_id, started = f"{call_id}/load", time.monotonic()
         names, has_shards, error = self._fill(load_id, source, opened, check_finite)
-        gather_s = time.monotonic() - opened.opened_at
+        gather_s = time.monotonic() - started
         self._agree_and_adopt(
             load_id,
             lambda contributions: self._end(contributions, opened),
-            contribution_of(names, has_shards) | _error_field(error),
+            contribution_of(names, has_shards),
+            error,
         )
-        report_error = None
         if self._filler is not None:
-            report_error = self._filler.report_error(names, self.manifest, self.ranks.timeout_s)
+            error = self._filler.report_error(names, self.manifest, self.ranks.timeout_s)
         outcome = self._agree_and_adopt(
-            f"{call_id}/confirm",
-            lambda contributions: self._confirm(contributions, opened, names),
-            _error_field(report_error),
+            f"{call_id}/confirm", lambda contributions: self._confirm(contributions, opened, names), {}, error
         )
         return outcome, gather_s
 
     def _agree_and_adopt(
-        self, call_id: str, action: Callable[[list[Json]], UpdateOutcome], contribution: Json
+        self,
+        call_id: str,
+        action: Callable[[list[Json]], UpdateOutcome],
+        contribution: Json,
+        error: VerlServerError | None,
     ) -> UpdateOutcome:
-        """The outcome of a step that rank 0 makes when all ranks have arrived. Raises TornWeightsError."""
+        """The outcome of a step that rank 0 makes when all ranks have arrived. Raises TornWeightsError.
+
+        The `error` of a rank is a part of its contribution: rank 0 has to end the servers' session in any case.
+        """
         message = self.coordinator.agree(
             call_id,
             lambda contributions: action(contributions).to_message(),
-            contribution=contribution,
+            contribution={**contribution, "error": None if error is None else to_wire(error)},
             action_timeout_s=2 * self.ranks.timeout_s,
         )
         outcome = UpdateOutcome.from_message(message)
@@ -547,16 +492,12 @@ class StreamedUpdater(WeightUpdater):
 
         An error is passed to the servers at once, and to all ranks in the next step, the call `load_id`.
         """
-        role = self._role
-        if role is not None:
-            self._filler = BufferFiller(
-                role,
-                opened,
-                self.coordinator.raise_failure,
-                self._require_peers,
-                time.monotonic() + self.ranks.timeout_s,
+        filler = None
+        if self._buckets.own is not None:
+            deadline = time.monotonic() + self.ranks.timeout_s
+            filler = self._filler = BucketFiller(
+                self._buckets, opened, self.coordinator.raise_failure, self._require_peers, deadline
             )
-        filler = self._filler
 
         def staging_tensor(name: str) -> torch.Tensor | None:
             return None if filler is None else filler.reserve(name, self.manifest.tensors[name])
@@ -575,7 +516,7 @@ class StreamedUpdater(WeightUpdater):
             load_id,
             gather_timeout_s=self.ranks.timeout_s,
             check_finite=check_finite and not source.is_checked,
-            writes_whole_tensors=role is not None and role.is_lead_writer,
+            writes_whole_tensors=self._buckets.is_lead_writer,
             on_bad_tensor=lambda error: self._stop_filling(error.message),
             copies=None if filler is None else filler.copies,
             shared=self.shared,
@@ -595,31 +536,31 @@ class StreamedUpdater(WeightUpdater):
 
     def _open(self, contributions: list[Json], names: Sequence[str] | None, options: UpdateOptions) -> Json:
         """Refuse what can be refused now. Then pause the servers and start their loaders."""
-        validated = self.begin(contributions, names, options, self._own_buffer_ranks)
-        opened = OpenedUpdate(
-            validated, uuid.uuid4().hex, self._update_number + 1, self.servers.members, time.monotonic()
-        )
+        validated = self.begin(contributions, names, options, self._own_bucket_ranks)
+        opened = OpenedUpdate(validated, uuid.uuid4().hex, self._update_number + 1, self.servers.members)
         self._session = session = ServerSession(self.servers, opened)
+        message = self._buckets.loader_message(opened)
 
-        def open_buffers() -> None:
-            """Open the double buffers on servers that have not done it yet: an error here does not tear weights."""
-            if session.members != self._opened_members:
-                session.call_loaders(self._buffers.opening_message(opened))
-                self._buffers.require_opened(opened)
-                self._opened_members = session.members
+        def open_buckets() -> None:
+            """Open the buckets on servers that have not done it yet: an error here does not tear weights."""
+            if opened.members != self._opened_members:
+                session.call_loaders({**message, "opens_only": True})
+                self._buckets.require_opened(opened)
+                self._opened_members = opened.members
 
-        session.open(self.find_torn() is not None, open_buffers, self._buffers.loader_message(opened))
-        return opened.to_message()
+        session.open(self.find_torn() is not None, open_buckets, message)
+        sent: Json = _OPENED_UPDATE.dump_python(opened, mode="json")
+        return sent
 
     def _end(self, contributions: list[Json], opened: OpenedUpdate) -> UpdateOutcome:
         """Wait until the servers have loaded, and end their session. Returns a torn outcome if that failed."""
         assert self._session is not None
-        errors = [from_wire(item["error"]) for item in contributions if item["error"] is not None]
+        errors = _errors_of(contributions)
         try:
             try:
                 for error in errors:
                     raise error
-                require_same_names(contributions, writers=self._own_buffer_ranks)
+                require_same_names(contributions, writers=self._own_bucket_ranks)
             except VerlServerError as error:
                 self._stop_filling(error.message)
                 raise
@@ -632,10 +573,10 @@ class StreamedUpdater(WeightUpdater):
         return UpdateOutcome(opened.validated.weight_version)
 
     def _confirm(self, contributions: list[Json], opened: OpenedUpdate, names: list[str]) -> UpdateOutcome:
-        """Publish the version and resume generation, if the reports of all double buffers are good."""
+        """Publish the version and resume generation, if the reports of all buckets are good."""
         assert self._session is not None
         try:
-            if errors := [from_wire(item["error"]) for item in contributions if item["error"] is not None]:
+            if errors := _errors_of(contributions):
                 raise first_error(errors)
             self.require_loadable(names)
             missing_from = self.publish(opened.validated, names, None)
@@ -647,13 +588,13 @@ class StreamedUpdater(WeightUpdater):
             opened.validated,
             names,
             missing_from,
-            transport=self._buffers.transport,
-            staging_bytes=len(self._buffers.descriptions) * NUM_BUCKETS * self._buffers.layout.bucket_bytes,
+            transport=self._buckets.transport,
+            staging_bytes=len(self._buckets.descriptions) * NUM_BUCKETS * self._buckets.layout.bucket_bytes,
             sent_bytes=0,
             paused_at=self._session.paused_at,
         )
 
 
-def _error_field(error: VerlServerError | None) -> Json:
-    """The part of a rank's contribution that carries its error."""
-    return {"error": None if error is None else to_wire(error)}
+def _errors_of(contributions: Sequence[Json]) -> list[VerlServerError]:
+    """The errors that ranks have contributed."""
+    return [from_wire(item["error"]) for item in contributions if item["error"] is not None]

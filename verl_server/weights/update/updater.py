@@ -12,6 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from verl_server.errors import (
     BadInputError,
     PeerError,
@@ -24,8 +27,7 @@ from verl_server.ranks.placement import Placement
 from verl_server.ranks.shared_meshes import SharedMeshes
 from verl_server.types import Json, TensorSpec, WeightUpdateResult
 from verl_server.weights.arena import tensor_bytes
-from verl_server.weights.lora import check_lora_adapter, missing_fused_parts
-from verl_server.weights.manifest import Manifest
+from verl_server.weights.manifest import Manifest, check_lora_adapter, missing_fused_parts
 from verl_server.weights.update.options import (
     ReplayFn,
     Servers,
@@ -46,8 +48,6 @@ from verl_server.weights.update.source import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from verl_server.ranks.coordinator import RankCoordinator
 
 R = TypeVar("R")
@@ -92,24 +92,8 @@ def leave_out_failed(servers: Servers, error: VerlServerError) -> bool:
     return bool(failed) and servers.leave_out(failed, error)
 
 
-def resume_published(servers: Servers, validated: ValidatedUpdate) -> VerlServerError | None:
-    """Continue generation after an update was published. Returns the error if that fails twice."""
-    error = _resume_twice(servers, f"after weight version {validated.weight_version}")
-    if error is not None:
-        error.message = (
-            f"weight version {validated.weight_version} is loaded and verified, but generation does not continue: "
-            f"{error.message}"
-        )
-    return error
-
-
-def resume_unchanged(servers: Servers) -> None:
-    """Continue generation after an update that has loaded nothing. Errors are logged: that of the update is raised."""
-    if error := _resume_twice(servers, "after an update that has loaded nothing"):
-        logger.error("generation does not continue: %s", error)
-
-
-def _resume_twice(servers: Servers, when: str) -> VerlServerError | None:
+def resume_twice(servers: Servers, when: str) -> VerlServerError | None:
+    """Continue generation. Returns the error if that fails twice."""
     try:
         servers.resume()
     except VerlServerError as first:
@@ -119,6 +103,12 @@ def _resume_twice(servers: Servers, when: str) -> VerlServerError | None:
         except VerlServerError as second:
             return second
     return None
+
+
+def resume_unchanged(servers: Servers) -> None:
+    """Continue generation after an update that has loaded nothing. Errors are logged: that of the update is raised."""
+    if error := resume_twice(servers, "after an update that has loaded nothing"):
+        logger.error("generation does not continue: %s", error)
 
 
 # -- Updater ----------------------------------------------------------------------------------------
@@ -237,8 +227,6 @@ class WeightUpdater(ABC):
         `call_id`: the call at which the ranks arrive afterwards. Raises on all ranks, before anything is gathered, the
         error of a rank that cannot read its tensors, and BadInputError if the ranks have different DTensors.
         """
-        from torch.distributed.tensor import DTensor
-
         read, error = self.run_reading(lambda: read_dense_tensors(named_tensors))
         tensors = read or {}
         names = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
@@ -270,13 +258,11 @@ class WeightUpdater(ABC):
 
         Raises BadInputError or WeightManifestError for a LoRA adapter that SGLang or the model does not support.
         """
-        import torch
-
         specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
         plain_config = check_lora_adapter(specs, config, self.manifest)
         dtype = next(iter(tensors.values())).dtype
         missing = missing_fused_parts(specs, plain_config, self.manifest)
-        zeros = {name: torch.zeros(shape, dtype=dtype) for name, shape in missing.items()}
+        zeros = {name: torch.zeros(spec.shape, dtype=dtype) for name, spec in missing.items()}
         return {**tensors, **zeros}, plain_config
 
     def find_torn(self) -> TornWeightsError | None:
@@ -386,7 +372,12 @@ class WeightUpdater(ABC):
 
         `paused_at`: time of `time.monotonic` at which generation was paused. Others: see `WeightUpdateResult`.
         """
-        resume_error = resume_published(self.servers, validated)
+        resume_error = resume_twice(self.servers, f"after weight version {validated.weight_version}")
+        if resume_error is not None:
+            resume_error.message = (
+                f"weight version {validated.weight_version} is loaded and verified, but generation does not continue: "
+                f"{resume_error.message}"
+            )
         result = WeightUpdateResult(
             weight_version=validated.weight_version,
             num_tensors=len(names),

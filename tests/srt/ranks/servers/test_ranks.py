@@ -45,10 +45,10 @@ from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena, plan_arena
 from verl_server.weights.manifest import Manifest, read_manifest
 from verl_server.weights.update.options import UpdateOptions
-from verl_server.weights.update.source import ShardWriter
+from verl_server.weights.update.source import ShardWriter, StagedChecksums
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks
-from verl_server.weights.verification import XXH3
+from verl_server.weights.verification import XXH3, compute_checksum
 
 
 def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]]:
@@ -287,6 +287,7 @@ def _rank_0_is_not_in_the_mesh(rank: int, world: int) -> list[Any]:
     for placement, writer_ranks in ((Shard(0), {0, 1}), (Shard(0), set()), (Partial(), {0, 1})):
         shard = DTensor.from_local(torch.ones(4 * rank), mesh, [placement], shape=torch.Size([4]), stride=(1,))
         staged = torch.zeros(4)
+        checksums = StagedChecksums({NAMES[0]: staged}.__getitem__, XXH3)
         writer = ShardWriter(
             {NAMES[0]: staged}.get,
             MANIFEST,
@@ -296,9 +297,12 @@ def _rank_0_is_not_in_the_mesh(rank: int, world: int) -> list[Any]:
             gather_timeout_s=10.0,
             check_finite=False,
             writes_whole_tensors=rank == 0,
+            checksums=checksums,
         )
         error = raised(functools.partial(writer.write, [(NAMES[0], shard)]))
         found.append(error[1] or staged.tolist())
+        staged.fill_(1.0)  # as the other rank does in staging memory that both have
+        assert error[1] or checksums.values([NAMES[0]]) == [compute_checksum(torch.ones(4))]
     return found
 
 
@@ -929,9 +933,9 @@ def test_ranks_with_other_shards_of_a_lora_adapter_gather_nothing(two_ranks: Ran
     first, second = two_ranks.run(_ranks_pass_other_shards)
     assert first == second
     (reversed_error, _), (missing_error, _), (no_error, gathered) = first
-    cure = "of rank 0; all ranks must pass DTensors of the same names in the same order"
-    assert reversed_error == ("BadInputError", f"rank 1 passed 4 DTensors, which differ from the 4 {cure}")
-    assert missing_error == ("BadInputError", f"rank 1 passed 0 DTensors, which differ from the 4 {cure}")
+    cure = "of rank 0; all ranks must push the same names in the same order"
+    assert reversed_error == ("BadInputError", f"rank 1 pushed 4 DTensors that differ from the 4 {cure}")
+    assert missing_error == ("BadInputError", f"rank 1 pushed 0 DTensors that differ from the 4 {cure}")
     assert no_error == ("", "")
     assert gathered == {name: [float(index)] * 2 for index, name in enumerate(NAMES)}
 

@@ -30,8 +30,8 @@ from verl_server.platforms.scheduler_hooks import add_state
 from verl_server.server.process import ServerProcess
 from verl_server.types import TensorSpec
 from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.buckets import DeviceBucketMemory
 from verl_server.weights.device import CallerOrder, StagingCopies, copies_on
-from verl_server.weights.double_buffer.device_memory import DeviceBucketMemory
 from verl_server.weights.verification import POSITIONAL_SUM, Checksums, compute_checksum, positional_sum
 
 MIN_TOLERANCE = {"float32": 5e-3, "bfloat16": 5e-2}
@@ -71,9 +71,9 @@ def on_device(model: Any) -> dict[str, torch.Tensor]:
 # -- the device, without a server --------------------------------------------------------------------
 
 
-def read_buckets_of_another_process(handle: bytes, uuid: str, bucket_bytes: int, results: Any) -> None:
+def read_buckets_of_another_process(description: dict[str, Any], bucket_bytes: int, results: Any) -> None:
     """Main function of a process: opens the buckets of another process and sends back what it reads."""
-    memory = DeviceBucketMemory.open(handle, uuid, bucket_bytes)
+    memory = DeviceBucketMemory.open(description, bucket_bytes)
     found = [memory.as_tensor(memory.view(bucket)).cpu() for bucket in range(2)]
     results.put([(int(tensor[0]), bool((tensor == tensor[0]).all())) for tensor in found])
     memory.close()
@@ -81,7 +81,7 @@ def read_buckets_of_another_process(handle: bytes, uuid: str, bucket_bytes: int,
 
 @pytest.mark.gpu
 class TestDevice:
-    """What the CPU tests cannot show of `device_memory.py` and of the checksums."""
+    """What the CPU tests cannot show of buckets in GPU memory and of the checksums."""
 
     def test_the_packages_have_the_kernel_of_rms_norm(self) -> None:
         """Every server of the proof needs it. Its compiler would name the missing file at the end of a long log."""
@@ -159,7 +159,7 @@ class TestDevice:
         memory.synchronize()
         context = mp.get_context("spawn")
         results = context.Queue()
-        arguments = (memory.handle(), memory.device_uuid, bucket_bytes, results)
+        arguments = (memory.description(), bucket_bytes, results)
         process = context.Process(target=read_buckets_of_another_process, args=arguments)
         process.start()
         assert results.get(timeout=60) == [(7, True), (8, True)]

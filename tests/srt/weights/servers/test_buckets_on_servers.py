@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,10 @@ from verl_server.engine.servers import connect_servers
 from verl_server.errors import BadInputError, TornWeightsError, UnsupportedError, VerlServerError, WeightManifestError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
-from verl_server.weights.double_buffer.buffer import (
-    DoubleBuffer,
-    plan_double_buffer,
-)
+from verl_server.weights.buckets import Buckets, plan_buckets
 from verl_server.weights.manifest import read_manifest
 from verl_server.weights.update.options import UpdateOptions
-from verl_server.weights.update.streamed import BufferRole, DoubleBuffers, StreamedUpdater
+from verl_server.weights.update.streamed import RankBuckets, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks
 
 STAGING = 3 << 17
@@ -108,18 +106,19 @@ def test_a_server_that_cannot_open_the_buckets_keeps_its_weights(
         engine.update_weights_from_tensor(model.state_dict().items())
         old = assert_equals_reference(engine, model)
         manifest = read_manifest({"model_path": folder, "dtype": "float32"})
-        double_buffer = DoubleBuffer.create(plan_double_buffer(manifest.tensors, None, in_host_memory=True))
-        description = {"location": double_buffer.location, "ipc_handle": "", "device_uuid": "GPU-a"}
+        buckets = Buckets.create(plan_buckets(manifest.tensors, None, in_host_memory=True))
+        description = {"location": buckets.location, "ipc_handle": "", "device_uuid": "GPU-a"}
+        layout = replace(buckets.layout, in_host_memory=False)
         servers = connect_servers([remote_server_of(server)], AdapterConfig(), weight_version=1)
         ranks = EngineRanks(
             RankCoordinator(0, 1, {}, 20.0), compute_placement(0, 1, 1, {}), frozenset({0}), servers, 20.0
         )
-        buffers = DoubleBuffers("cuda_ipc", double_buffer.layout, [description], 1, 20.0)
-        role = BufferRole(double_buffer, 0, 1, True, buffer_index=0, num_buffers=1)
-        updater = StreamedUpdater(ranks, manifest, servers.weight_version, buffers, role, frozenset({0}))
+        buffers = RankBuckets("cuda_ipc", layout, [description], 1, 20.0, buckets, is_lead_writer=True)
+        updater = StreamedUpdater(ranks, manifest, servers.weight_version, buffers, frozenset({0}))
         change_weights(model, seed=9)
         options = UpdateOptions(None, True, False, PauseMode.RETRACT, True)
-        with pytest.raises(UnsupportedError, match=r"cannot open the staging memory .* needs an NVIDIA GPU"):
+        message = r"cannot open the staging memory .* GPU-a, which this server does"
+        with pytest.raises(UnsupportedError, match=message):
             updater.update(model.state_dict().items(), None, options)
         assert updater.find_torn() is None
         updater.close()

@@ -51,10 +51,10 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo, TensorSpec
 from verl_server.weights.arena import Arena, plan_arena
-from verl_server.weights.broadcast import arrival_key, connect_to_store, open_store, wait_for_receivers
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import delta, is_streamed, sender_class
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
+from verl_server.weights.transports.distributed import arrival_key, connect_to_store, open_store, wait_for_receivers
 from verl_server.weights.update.options import UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
@@ -258,7 +258,7 @@ def test_the_message_for_the_loader_does_not_grow_with_the_model() -> None:
             settings.arena.close()
 
     for transport in ALL_TRANSPORTS:
-        if is_streamed(transport):  # the message contains the layout of the double buffers, which is a few numbers
+        if is_streamed(transport):  # the message contains the layout of the buckets, which is a few numbers
             continue
         assert abs(message_length(10_000, transport) - message_length(10, transport)) < 32
 
@@ -461,8 +461,8 @@ def test_generation_continues_after_any_exception_before_the_load(
         updater.close()
 
 
-@pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "double buffer"])
-def test_generation_continues_when_the_double_buffers_cannot_be_opened(
+@pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "buckets"])
+def test_generation_continues_when_the_bucketss_cannot_be_opened(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"a": 4}
@@ -716,7 +716,7 @@ def test_a_folder_that_the_server_does_not_see_is_named(
 TRAINER_STORE = """
 import time
 import uuid
-from verl_server.weights.broadcast import open_store
+from verl_server.weights.transports.distributed import open_store
 store = open_store("10.77.0.1", 30.0)
 store.set("set", "value")
 print(store.port, flush=True)
@@ -724,7 +724,7 @@ time.sleep(60.0)
 """
 RECEIVER = """
 import sys, time
-from verl_server.weights.broadcast import connect_to_store
+from verl_server.weights.transports.distributed import connect_to_store
 store = connect_to_store("10.77.0.1", int(sys.argv[1]))
 print(store.check(["set"]), store.get("set").decode(), flush=True)
 sys.stdin.readline()

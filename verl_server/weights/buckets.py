@@ -1,6 +1,6 @@
-"""A double buffer: staging memory for weights that is smaller than the model.
+"""A pair of buckets: staging memory for weights that is smaller than the model.
 
-A double buffer is two buckets and a block of host memory with the progress counters, the tables of the buckets, and the
+A pair is two buckets and a block of host memory with the progress counters, the tables of the buckets, and the
 reports. The buckets follow that block (`HostBucketMemory`) or are on a GPU (`DeviceBucketMemory`). The writers are
 trainer ranks. Each writes its own part of every tensor, all in the same order, so all compute the same offsets. The
 readers are TP ranks of servers, and the leading trainer rank, which computes checksums.
@@ -8,16 +8,21 @@ readers are TP ranks of servers, and the leading trainer rank, which computes ch
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import ctypes
 import json
 import mmap
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from verl_server.errors import BadInputError, DeadlineError, VerlServerError
-from verl_server.types import TensorSpec
+import torch
+
+from verl_server.errors import BadInputError, DeadlineError, UnsupportedError, VerlServerError
+from verl_server.types import Json, TensorSpec
 from verl_server.weights.arena import (
     ALIGNMENT,
     CHECKSUM_BYTES,
@@ -36,21 +41,17 @@ from verl_server.weights.arena import (
 )
 from verl_server.weights.device import PinnedMemory
 
-if TYPE_CHECKING:
-    import torch
-
-
 # -- Layout -----------------------------------------------------------------------------------------
-# Layout of the memory of a double buffer. Pure: equal arguments give equal layouts in all processes.
+# Layout of the memory of a pair of buckets. Pure: equal arguments give equal layouts in all processes.
 
 NUM_BUCKETS = 2
-"""Number of buckets in a double buffer."""
+"""Number of buckets in a pair."""
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class DoubleBufferLayout:
-    """Byte offsets of everything in the memory of a double buffer."""
+class BucketsLayout:
+    """Byte offsets of everything in the memory of a pair of buckets."""
 
     num_tensors: int
     """Number of tensors of the model."""
@@ -79,9 +80,7 @@ class DoubleBufferLayout:
         return self.buckets_offset + (NUM_BUCKETS * self.bucket_bytes if self.in_host_memory else 0)
 
 
-def plan_double_buffer(
-    tensors: Mapping[str, TensorSpec], max_bytes: int | None, in_host_memory: bool
-) -> DoubleBufferLayout:
+def plan_buckets(tensors: Mapping[str, TensorSpec], max_bytes: int | None, in_host_memory: bool) -> BucketsLayout:
     """The layout for the tensors of a model.
 
     `max_bytes`: maximum size of both buckets together. None: `DEFAULT_BUCKET_BYTES` each. A bucket is never larger than
@@ -102,11 +101,10 @@ def plan_double_buffer(
     table_bytes = round_up(len(json.dumps(largest_table)), PAGE_BYTES)
     model_bytes = sum(round_up(tensor_bytes(spec), ALIGNMENT) for spec in tensors.values())
     sufficient_bytes = max(largest, round_up(model_bytes // NUM_BUCKETS, PAGE_BYTES))
-    return DoubleBufferLayout(len(tensors), table_bytes, min(bucket_bytes, sufficient_bytes), in_host_memory)
+    return BucketsLayout(len(tensors), table_bytes, min(bucket_bytes, sufficient_bytes), in_host_memory)
 
 
 # -- Bucket memory ----------------------------------------------------------------------------------
-# The memory of the two buckets: the protocol, and buckets in host memory.
 
 
 class BucketMemory(Protocol):
@@ -127,6 +125,9 @@ class BucketMemory(Protocol):
     def pin(self) -> None:
         """Prepare the memory for asynchronous copies between a GPU and this memory, if it is host memory."""
 
+    def description(self) -> Json:
+        """What another process needs to open the memory, beside the memory file: nothing if it is host memory."""
+
     def close(self) -> None:
         """Release the memory, if this object owns it."""
 
@@ -143,8 +144,6 @@ class HostBucketMemory:
         return memoryview(self._memory)[start : start + self._bucket_bytes]
 
     def as_tensor(self, view: memoryview) -> torch.Tensor:
-        import torch
-
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def synchronize(self) -> None:
@@ -157,13 +156,167 @@ class HostBucketMemory:
         """Pin the memory, so that copies from and to a GPU of this process are asynchronous."""
         self._pinned.pin()
 
+    def description(self) -> Json:
+        return {}
+
     def close(self) -> None:
         """Unpin the memory. Its owner closes it."""
         self._pinned.unpin()
 
 
+# -- Buckets in GPU memory --------------------------------------------------------------------------
+# Another process of the same machine opens them by their CUDA IPC handle.
+#
+# The memory comes from `cudaMalloc` itself. torch's allocator hands out parts of larger blocks, its expandable segments
+# have no IPC handle, and its own sharing keeps counters in /dev/shm that stay there when a process is killed.
+# This section has not been run on a GPU yet.
+
+HANDLE_BYTES = 64
+"""CUDA_IPC_HANDLE_SIZE."""
+ALLOCATION_BYTES = 2 << 20
+"""Allocations are multiples of this size. Smaller ones share a block, which an IPC handle would open as a whole
+(CUDA's guide on interprocess communication)."""
+
+
+class _MemoryRange:
+    """A range of device memory, described by `__cuda_array_interface__` (version 3)."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.pointer = pointer
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False), "shape": (size,), "typestr": "|u1", "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+class DeviceBucketMemory:
+    """Two buckets on a GPU. `create` allocates the memory; `open` maps another process's memory.
+
+    `device_index`: number of the GPU on which the memory is, as torch counts GPUs in this process.
+    """
+
+    def __init__(self, pointer: int, bucket_bytes: int, device_index: int, owned: bool) -> None:
+        self._pointer, self._bucket_bytes, self._owned = pointer, bucket_bytes, owned
+        self._device_index = device_index
+
+    @classmethod
+    def create(cls, bucket_bytes: int) -> DeviceBucketMemory:
+        """Allocate two buckets on torch's current GPU.
+
+        Raises UnsupportedError without a usable GPU, VerlServerError if its memory is full.
+        """
+        if not torch.cuda.is_available():
+            raise UnsupportedError("the weight transport 'cuda_ipc' needs an NVIDIA GPU in the trainer and the server")
+        index = torch.cuda.current_device()
+        with _runtime_on(index) as runtime:
+            pointer = _call(runtime.cudaMalloc, round_up(NUM_BUCKETS * bucket_bytes, ALLOCATION_BYTES))
+        return cls(int(pointer), bucket_bytes, index, owned=True)
+
+    @classmethod
+    def open(cls, description: Json, bucket_bytes: int) -> DeviceBucketMemory:
+        """Map the buckets that another process describes, on the GPU where they are.
+
+        Raises UnsupportedError if this process does not see that GPU.
+        """
+        index = find_device(description["device_uuid"], visible_uuids())
+        with _runtime_on(index) as runtime:
+            ipc_handle = runtime.cudaIpcMemHandle_t()
+            ctypes.memmove(ipc_handle.getPtr(), base64.b64decode(description["ipc_handle"]), HANDLE_BYTES)
+            pointer = _call(runtime.cudaIpcOpenMemHandle, ipc_handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+        return cls(int(pointer), bucket_bytes, index, owned=False)
+
+    def description(self) -> Json:
+        """The CUDA IPC handle, and the GPU by its UUID: it is the same in all processes, unlike the GPU's number."""
+        with _runtime_on(self._device_index) as runtime:
+            handle = _call(runtime.cudaIpcGetMemHandle, self._pointer)
+        uuids = visible_uuids()
+        return {
+            "ipc_handle": base64.b64encode(ctypes.string_at(handle.getPtr(), HANDLE_BYTES)).decode(),
+            "device_uuid": uuids[self._device_index],
+            "num_visible": len(uuids),
+        }
+
+    def view(self, bucket: int) -> _MemoryRange:
+        return _MemoryRange(self._pointer + bucket * self._bucket_bytes, self._bucket_bytes)
+
+    def as_tensor(self, view: _MemoryRange) -> torch.Tensor:
+        flat = torch.as_tensor(view, device=torch.device("cuda", self._device_index))
+        if flat.data_ptr() != view.pointer:
+            raise VerlServerError("torch copied the staging memory instead of mapping it")
+        return flat
+
+    def synchronize(self) -> None:
+        """Wait for this GPU and for the current GPU: models load on streams of their own, also across GPUs."""
+        for index in {self._device_index, torch.cuda.current_device()}:
+            torch.cuda.synchronize(index)
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        end = self._pointer + NUM_BUCKETS * self._bucket_bytes
+        return bool(tensor.is_cuda and self._pointer <= tensor.data_ptr() < end)
+
+    def pin(self) -> None:
+        """Nothing to do: the memory is on a GPU."""
+
+    def close(self) -> None:
+        pointer, self._pointer = self._pointer, 0
+        if pointer:
+            with (
+                contextlib.suppress(VerlServerError),  # the driver may be gone at the end of a process
+                _runtime_on(self._device_index) as runtime,
+            ):
+                _call(runtime.cudaFree if self._owned else runtime.cudaIpcCloseMemHandle, pointer)
+
+
+def find_device(uuid: str, visible: Sequence[str]) -> int:
+    """The number of the GPU with a UUID among the `visible` GPUs of this process. Raises UnsupportedError."""
+    if uuid not in visible:
+        raise UnsupportedError(
+            f"the weights are staged on the GPU {uuid}, which this server does not see (it sees {list(visible)}): add "
+            "the trainer's GPUs to the CUDA_VISIBLE_DEVICES of the server, or use the transport 'shared_memory'"
+        )
+    return list(visible).index(uuid)
+
+
+def require_own_gpus(descriptions: Sequence[Json]) -> None:
+    """Raise BadInputError if two ranks that see several GPUs have their buckets on the same GPU."""
+    ranks: dict[str, int] = {}
+    for rank, description in enumerate(descriptions):
+        first = ranks.setdefault(description["device_uuid"], rank)
+        if first != rank and description["num_visible"] > 1:
+            raise BadInputError(
+                f"trainer ranks {first} and {rank} have the same current GPU ({description['device_uuid']}), although "
+                f"rank {rank} sees {description['num_visible']} GPUs. The transport 'cuda_ipc' stages the weights on "
+                "the current GPU of each rank: call torch.cuda.set_device(local_rank) before VerlEngine"
+            )
+
+
+def visible_uuids() -> list[str]:
+    """UUIDs of the GPUs that this process sees, by number."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+@contextlib.contextmanager
+def _runtime_on(device_index: int) -> Iterator[Any]:
+    """NVIDIA's bindings of the CUDA runtime, with a GPU as the current device of this thread in the body."""
+    from cuda.bindings import runtime
+
+    with torch.cuda.device(device_index):
+        _call(runtime.cudaSetDevice, device_index)
+        yield runtime
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """Call a function of the CUDA runtime and return its result.
+
+    Raises VerlServerError with CUDA's name of the error.
+    """
+    status, *results = function(*arguments)
+    if int(status) != 0:
+        raise VerlServerError(f"{function.__name__} failed: {status.name}")
+    return results[0] if results else None
+
+
 # -- Progress ---------------------------------------------------------------------------------------
-# Progress counters of an update through a double buffer, in memory that all its processes share.
+# Progress counters of an update through a pair of buckets, in memory that all its processes share.
 #
 # Each counter is written by one process only. A counter is one word, which carries the number of the update, so
 # counters of earlier updates read as zero.
@@ -173,7 +326,7 @@ class HostBucketMemory:
 #     failure          the message of a process that failed; all other processes then stop waiting
 
 MAX_WRITERS = 256
-"""Maximum number of trainer ranks that write one double buffer."""
+"""Maximum number of trainer ranks that write one pair of buckets."""
 CHECKSUM_READER = MAX_TP_RANKS
 """Index of the reader that computes checksums on the trainer. The other readers are TP ranks of servers."""
 
@@ -186,7 +339,7 @@ _FINISHED = 0xFFFFFFFF
 class ProgressCounters:
     """The counters of the update with number `update_number`."""
 
-    def __init__(self, memory: mmap.mmap, layout: DoubleBufferLayout, update_number: int) -> None:
+    def __init__(self, memory: mmap.mmap, layout: BucketsLayout, update_number: int) -> None:
         self._words = SharedWords(memory, layout.progress_offset, PAGE_BYTES // WORD_BYTES)
         self._failure_text = memoryview(memory)[layout.failure_offset : layout.failure_offset + PAGE_BYTES]
         self._update_number = update_number
@@ -230,7 +383,7 @@ class ProgressCounters:
         self._set(_EMPTIED + reader, count)
 
     def is_present(self, reader: int) -> bool:
-        """Whether a reader has opened the double buffer for this update."""
+        """Whether a reader has opened the buckets for this update."""
         return self._words[_EMPTIED + reader] >> 32 == self._update_number
 
     # -- failure ------------------------------------------------------------------------------------
@@ -250,41 +403,63 @@ class ProgressCounters:
         return bytes(self._failure_text).partition(b"\0")[0].decode(errors="replace")
 
 
-# -- Buffer -----------------------------------------------------------------------------------------
+# -- Buckets ----------------------------------------------------------------------------------------
 
 
-class DoubleBuffer:
-    """One process's mapping of a double buffer. `create` makes the memory; `open` maps another process's memory."""
+class Buckets:
+    """One process's mapping of a pair of buckets. `create` makes the memory; `open` maps another process's memory."""
 
-    def __init__(self, file: SharedMemoryFile, layout: DoubleBufferLayout) -> None:
-        self._file, self.layout, self._memory, self.location = file, layout, file.memory, file.location
-        self.reports = SharedReports(self._memory, layout.checksums_offset, layout.num_tensors)
-        self.buckets: BucketMemory = HostBucketMemory(self._memory, layout.buckets_offset, layout.bucket_bytes)
-
-    @classmethod
-    def create(cls, layout: DoubleBufferLayout) -> DoubleBuffer:
-        """Create a double buffer that this process owns. Raises the errors of `SharedMemoryFile.create`."""
-        return cls(SharedMemoryFile.create("double_buffer", layout.size_bytes), layout)
+    def __init__(self, file: SharedMemoryFile, layout: BucketsLayout) -> None:
+        self._file, self.layout, self._mapping, self.location = file, layout, file.memory, file.location
+        self.reports = SharedReports(self._mapping, layout.checksums_offset, layout.num_tensors)
+        self.memory: BucketMemory = HostBucketMemory(self._mapping, layout.buckets_offset, layout.bucket_bytes)
 
     @classmethod
-    def open(cls, location: str, layout: DoubleBufferLayout) -> DoubleBuffer:
-        """Map the double buffer of another process on this machine. Raises OSError if this process cannot open it."""
+    def create(cls, layout: BucketsLayout) -> Buckets:
+        """Create a pair of buckets that this process owns, on the host or on a GPU as `layout` says.
+
+        Raises the errors of `SharedMemoryFile.create` and of `DeviceBucketMemory.create`.
+        """
+        buckets = cls(SharedMemoryFile.create("buckets", layout.size_bytes), layout)
+        try:
+            if not layout.in_host_memory:
+                buckets.memory = DeviceBucketMemory.create(layout.bucket_bytes)
+        except BaseException:
+            buckets.close()
+            raise
+        return buckets
+
+    def description(self) -> Json:
+        """What another process needs to open the buckets."""
+        return {"location": self.location, **self.memory.description()}
+
+    @classmethod
+    def open(cls, location: str, layout: BucketsLayout) -> Buckets:
+        """Map the buckets of another process on this machine. Raises OSError if this process cannot open it."""
         return cls(SharedMemoryFile.open(location, layout.size_bytes), layout)
+
+    def open_buckets(self, description: Json) -> None:
+        """After `open`: map the buckets, if they are on a GPU. Before, only the progress and the reports can be used.
+
+        Raises UnsupportedError if this process does not see the GPU.
+        """
+        if not self.layout.in_host_memory:
+            self.memory = DeviceBucketMemory.open(description, self.layout.bucket_bytes)
 
     def progress(self, update_number: int) -> ProgressCounters:
         """The progress counters of one update."""
-        return ProgressCounters(self._memory, self.layout, update_number)
+        return ProgressCounters(self._mapping, self.layout, update_number)
 
     def write_table(self, bucket: int, rows: Sequence[Any]) -> None:
         """Write the table of bucket 0 or 1. `rows`: name, byte offset in the bucket, shape and dtype of each tensor."""
         raw = json.dumps(rows).encode().ljust(self.layout.table_bytes)
         start = self.layout.tables_offset + bucket * self.layout.table_bytes
-        self._memory[start : start + self.layout.table_bytes] = raw
+        self._mapping[start : start + self.layout.table_bytes] = raw
 
     def read_table(self, bucket: int) -> list[Any]:
         """The rows that `write_table` wrote."""
         start = self.layout.tables_offset + bucket * self.layout.table_bytes
-        return list(json.loads(self._memory[start : start + self.layout.table_bytes]))
+        return list(json.loads(self._mapping[start : start + self.layout.table_bytes]))
 
     def owner_is_alive(self) -> bool:
         """Whether the process that created the memory is alive. A zombie has no open files, so it counts as dead."""
@@ -292,12 +467,11 @@ class DoubleBuffer:
 
     def close(self) -> None:
         """Release the buckets, the mapping and the file."""
-        self.buckets.close()
+        self.memory.close()
         self._file.close()
 
 
 # -- Waiting ----------------------------------------------------------------------------------------
-# Waiting for the other processes of a double buffer, with a deadline and checks that they are alive.
 
 POLL_INTERVAL_S = 0.0002
 
@@ -324,7 +498,6 @@ def wait_for_progress(
 
 
 # -- Reader -----------------------------------------------------------------------------------------
-# The reading end of a double buffer, in the TP ranks of servers and in the thread that computes checksums.
 
 RECLAIM_TIMEOUT_S = 10.0
 """Seconds that a model may keep tensors of a bucket after it has taken all tensors of the next one.
@@ -334,7 +507,7 @@ Some models load in threads, so they keep tensors for a while.
 
 
 class BucketReader:
-    """One reader's part of one update through a double buffer.
+    """One reader's part of one update through a pair of buckets.
 
     `index` is this reader's number, `num_writers` the number of writers. `require_peers` raises when it makes no sense
     to wait longer. `deadline` is a time of `time.monotonic`.
@@ -342,16 +515,16 @@ class BucketReader:
 
     def __init__(
         self,
-        double_buffer: DoubleBuffer,
+        buckets: Buckets,
         update_number: int,
         index: int,
         num_writers: int,
         require_peers: Callable[[], None],
         deadline: float,
     ) -> None:
-        self._double_buffer, self._index, self._num_writers = double_buffer, index, num_writers
+        self._buckets, self._index, self._num_writers = buckets, index, num_writers
         self._require_peers, self._deadline = require_peers, deadline
-        self._progress = double_buffer.progress(update_number)
+        self._progress = buckets.progress(update_number)
         self._progress.set_emptied(index, 0)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -361,23 +534,18 @@ class BucketReader:
         while it takes those of the next. Raises DeadlineError, VerlServerError, and RuntimeError if tensors are kept
         longer.
         """
-        bucket = 0
-        previous: BucketLease | None = None
-        while self._wait_for_bucket(bucket):
-            rows = self._double_buffer.read_table(bucket % NUM_BUCKETS)
-            lease = BucketLease(self._double_buffer.buckets, bucket % NUM_BUCKETS, rows)
-            for name, tensor in lease.tensors():
-                yield name, tensor
-                del tensor
-                if previous is not None and previous.try_reclaim():
-                    self._progress.set_emptied(self._index, bucket)
-                    previous = None
-            if previous is not None:
-                previous.reclaim()
-                self._progress.set_emptied(self._index, bucket)
-            previous, bucket = lease, bucket + 1
-        self._double_buffer.buckets.synchronize()
-        self._progress.set_emptied(self._index, bucket)
+        num_read = 0
+
+        def leases() -> Iterator[BucketLease]:
+            nonlocal num_read
+            while self._wait_for_bucket(num_read):
+                bucket = num_read % NUM_BUCKETS
+                yield BucketLease(self._buckets.memory, bucket, self._buckets.read_table(bucket))
+                num_read += 1
+
+        yield from leased_tensors(leases(), lambda num_free: self._progress.set_emptied(self._index, num_free))
+        self._buckets.memory.synchronize()
+        self._progress.set_emptied(self._index, num_read)
 
     def _wait_for_bucket(self, bucket: int) -> bool:
         """Wait until a bucket is filled, or the update is known to end before it. Returns whether the bucket exists."""
@@ -435,17 +603,38 @@ class BucketLease:
             time.sleep(POLL_INTERVAL_S)
 
 
+def leased_tensors(
+    leases: Iterable[BucketLease], reclaimed: Callable[[int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The named tensors of buckets, one bucket after the other.
+
+    `reclaimed(n)` is called when no tensor of the first n buckets is in use: at the latest when the caller has taken
+    all tensors of the bucket after them. Raises RuntimeError if the caller keeps tensors longer.
+    """
+    previous: BucketLease | None = None
+    for number, lease in enumerate(leases):
+        for name, tensor in lease.tensors():
+            yield name, tensor
+            del tensor
+            if previous is not None and previous.try_reclaim():
+                previous = None
+                reclaimed(number)
+        if previous is not None:
+            previous.reclaim()
+            reclaimed(number)
+        previous = lease
+
+
 # -- Writer -----------------------------------------------------------------------------------------
-# The writing end of a double buffer: a trainer rank fills the buckets with its part of the tensors.
 
 READER_OPEN_TIMEOUT_S = 60.0
-"""Seconds that the readers have to open the double buffer after the start of an update."""
+"""Seconds that the readers have to open the buckets after the start of an update."""
 
 
 class BucketWriter:
-    """One trainer rank's writing of one update into a double buffer.
+    """One trainer rank's writing of one update into a pair of buckets.
 
-    `update_number` counts the updates of the double buffer. `index` is this writer's number. `is_lead_writer`: this
+    `update_number` counts the updates of the buckets. `index` is this writer's number. `is_lead_writer`: this
     writer writes the tables and the number of buckets. `readers`: numbers of the readers to wait for. `require_peers`
     raises when it makes no sense to wait longer. `wait_for_copies` waits for the copies into the memory that `reserve`
     returned.
@@ -453,7 +642,7 @@ class BucketWriter:
 
     def __init__(
         self,
-        double_buffer: DoubleBuffer,
+        buckets: Buckets,
         update_number: int,
         index: int,
         is_lead_writer: bool,
@@ -461,9 +650,9 @@ class BucketWriter:
         require_peers: Callable[[], None],
         wait_for_copies: Callable[[], None] = lambda: None,
     ) -> None:
-        self._double_buffer, self._index, self._is_lead_writer = double_buffer, index, is_lead_writer
+        self._buckets, self._index, self._is_lead_writer = buckets, index, is_lead_writer
         self._readers, self._require_peers, self._wait_for_copies = readers, require_peers, wait_for_copies
-        self._progress = double_buffer.progress(update_number)
+        self._progress = buckets.progress(update_number)
         self._bucket: torch.Tensor | None = None
         """The bucket that is being filled, as bytes."""
         self._num_filled = 0
@@ -478,10 +667,10 @@ class BucketWriter:
         Waits for a free bucket until `deadline` (a time of `time.monotonic`). Raises DeadlineError, VerlServerError.
         """
         offset = round_up(self._used_bytes, ALIGNMENT)
-        if self._bucket is None or offset + tensor_bytes(spec) > self._double_buffer.layout.bucket_bytes:
+        if self._bucket is None or offset + tensor_bytes(spec) > self._buckets.layout.bucket_bytes:
             self._publish_bucket()
             self._wait_for_free_bucket(deadline)
-            memory = self._double_buffer.buckets
+            memory = self._buckets.memory
             self._bucket, offset = memory.as_tensor(memory.view(self._num_filled % NUM_BUCKETS)), 0
         self._rows.append([name, offset, spec.shape, spec.dtype])
         self._used_bytes = offset + tensor_bytes(spec)
@@ -496,9 +685,9 @@ class BucketWriter:
         if self._bucket is None:
             return
         self._wait_for_copies()
-        self._double_buffer.buckets.synchronize()
+        self._buckets.memory.synchronize()
         if self._is_lead_writer:
-            self._double_buffer.write_table(self._num_filled % NUM_BUCKETS, self._rows)
+            self._buckets.write_table(self._num_filled % NUM_BUCKETS, self._rows)
         self._num_filled += 1
         self._progress.set_filled(self._index, self._num_filled)
         self._bucket, self._used_bytes, self._rows = None, 0, []
