@@ -44,7 +44,7 @@ REQUEST_FIELDS = frozenset({
     *IGNORED_FIELDS,
 })  # fmt: skip
 #: SGLang's sampling parameters and vLLM's names of the same parameters.
-_SAMPLING_NAMES: Mapping[str, str] = {
+SAMPLING_NAMES: Mapping[str, str] = {
     "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed",
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "stop": "stop",
     "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "n": "n", "logit_bias": "logit_bias",
@@ -53,7 +53,7 @@ _SAMPLING_NAMES: Mapping[str, str] = {
     "spaces_between_special_tokens": "spaces_between_special_tokens", "stream_interval": "stream_interval",
 }  # fmt: skip
 #: Constraints of SGLang's output grammar, and vLLM's names in `structured_outputs`.
-_GRAMMARS: Mapping[str, str] = {
+GRAMMARS: Mapping[str, str] = {
     "json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag",
 }  # fmt: skip
 
@@ -69,14 +69,14 @@ def to_sampling_params(params: Any) -> Json:
     for name, value in parse_sampling_params({} if params is None else params).items():
         if name == "max_new_tokens" and value is None:
             del sent["max_tokens"]
-        if name not in _SAMPLING_NAMES and name not in _GRAMMARS:
+        if name not in SAMPLING_NAMES and name not in GRAMMARS:
             raise BadInputError(f"there is no sampling parameter {name!r} for vLLM, which would ignore it silently")
         if value is None:
             continue
-        if name in _GRAMMARS:
-            grammars[_GRAMMARS[name]] = value
+        if name in GRAMMARS:
+            grammars[GRAMMARS[name]] = value
         else:
-            sent[_SAMPLING_NAMES[name]] = value
+            sent[SAMPLING_NAMES[name]] = value
     if 0 < sent.get("temperature", 0) < MIN_TEMPERATURE:
         raise BadInputError(
             f"sampling_params['temperature'] must be 0 or at least {MIN_TEMPERATURE} with vLLM, which would replace "
@@ -92,9 +92,9 @@ def to_sampling_params(params: Any) -> Json:
 # -- Payloads ---------------------------------------------------------------------------------------
 
 RETURNED_ID_PREFIX = "generate-tokens-"
-"""vLLM puts this before the id of a generation, and aborts generations by this longer id only."""
+"""vLLM puts this before the id of a generation in its reply, and aborts generations by this longer id only."""
 MAX_LOGPROBS = 20
-"""Maximum of `top_logprobs_num`. Servers of this library accept one more (`vllm_server/start.py`)."""
+"""vLLM's own maximum of most probable tokens. Servers of this library accept one more (`vllm_server/start.py`)."""
 #: Pause modes of this library (SGLang's) and vLLM's: requests are held and computed again, held with their KV cache, or
 #: ended.
 _PAUSE_QUERIES = {
