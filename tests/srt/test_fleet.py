@@ -167,7 +167,7 @@ def test_a_request_gets_the_weight_version_that_it_requires(engine: Any, fleet: 
         ({"timeout_s": -1.0}, "the deadline has passed"),
         ({"stream": True}, "a router returns whole generations only"),
         ({"weight_version": "new"}, "whole number"),
-        ({"input_ids": [-1]}, "negative token id"),
+        ({"input_ids": [-1]}, "negative value"),
         ({"input_ids": [[1], [2]]}, "one prompt"),
         ({"sampling_params": {"max_new_tokens": -3}}, "max_new_tokens"),
     ],

@@ -42,12 +42,11 @@ from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.sglang.requests import (
     REQUEST_FIELDS,
     ROUTER_FIELDS,
-    SAMPLING_PARAMS,
     PromptLimits,
+    SamplingParams,
     generate_payload,
     require_known_fields,
     unlisted_fields,
-    update_from_disk_payload,
 )
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, require_divisible_model, validate_server_args
 from verl_server.config import TRANSPORTS
@@ -317,8 +316,6 @@ def test_numbers_paths_and_types_of_other_libraries_are_accepted() -> None:
 
     nnodes, server_args = construct(two, **given)
     assert (type(nnodes), server_args["dtype"]) == (int, "bfloat16")
-    disk = update_from_disk_payload(folder, load_format=None, flush_cache=True, weight_version=None)
-    assert disk["model_path"] == str(folder)
 
 
 @pytest.mark.parametrize(
@@ -404,16 +401,13 @@ def test_sampling_params_are_converted(given: Any, sent: Any) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"top_k": 2**31}, "['top_k'] must be a whole number from -1 to 2**31 - 1, got 2147483648"),
-        ({"stop_token_ids": [-1]}, "['stop_token_ids'] must be a list of token ids, got [-1]"),
-        ({"stop_regex": ["a", "("]}, "['stop_regex'] must be a regular expression of at most"),
-        ({"stop_token_ids": "5"}, "['stop_token_ids'] must be a list of token ids, got '5'"),
-        ({"logit_bias": {42: float("-inf")}}, "write -1e9 instead of minus infinity, got {42: -inf}"),
-        ({"logit_bias": {"4": "high"}}, "['logit_bias'] must be a dict of finite numbers by token id"),
-        ({"temperature": torch.tensor(0.5)}, "must be a finite number, got tensor(0.5000); convert it with .tolist()"),
-        ({"return_logprob": True}, "'return_logprob' is no sampling parameter but an argument of generate"),
-        ({"rid": "a"}, "'rid' is no sampling parameter but an argument of generate: pass it as generate(..., rid=...)"),
-        ({"weight_version": 1}, "'weight_version' is no sampling parameter but an argument of generate"),
+        ({"top_k": 2**31}, "['top_k'] must be less than 2147483648, got 2147483648"),
+        ({"stop_token_ids": [-1]}, "['stop_token_ids'] must be greater than or equal to 0, got [-1]"),
+        ({"stop_regex": ["a", "("]}, "be a regular expression of Python (missing )"),
+        ({"stop_token_ids": "5"}, "['stop_token_ids'] must be a valid list, got '5'"),
+        ({"logit_bias": {42: float("-inf")}}, "['logit_bias'] must be a finite number, got {42: -inf}"),
+        ({"logit_bias": {"4": "high"}}, "['logit_bias'] must be a valid number"),
+        ({"stop_token_ids": torch.tensor([5])}, "must be a valid list, got tensor([5]); convert it with .tolist()"),
     ],
 )
 def test_sampling_params_that_no_server_accepts(params: Any, message: str) -> None:
@@ -457,8 +451,8 @@ def test_requests_are_converted(given: dict[str, Any], sent: dict[str, Any]) -> 
 
 #: Values that end the scheduler of SGLang 0.5.23, and lists whose length it does not check.
 ENDS_A_SERVER: list[tuple[dict[str, Any], str]] = [
-    ({"logprob_start_len": -5}, "logprob_start_len must be a whole number of at least -1"),
-    ({"top_logprobs_num": -1}, "top_logprobs_num must be a whole number of at least 0"),
+    ({"logprob_start_len": -5}, "logprob_start_len must be greater than or equal to -1"),
+    ({"top_logprobs_num": -1}, "top_logprobs_num must be greater than or equal to 0"),
     ({"top_logprobs_num": 321}, "top_logprobs_num is 321, but the model's vocabulary has 320 token ids"),
     ({"sampling_params": {"stop_token_ids": [320]}}, "token id 320, but the model's vocabulary ends at 319"),
     ({"custom_logit_processor": "abc"}, "custom_logit_processor must be the text that SGLang's"),
@@ -472,7 +466,7 @@ ENDS_A_SERVER: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a", "b"], "return_logprob": [True, False, True]}, "3 return_logprob for 2 prompts"),
     ({"prompt": ["a", "b"], "token_ids_logprob": [[1]]}, "1 token_ids_logprob for 2 prompts"),
     ({"prompt": ["a", "b"], "image_data": ["x"]}, "1 image_data for 2 prompts"),
-    ({"prompt": ["a", "b"], "logprob_start_len": [0, -2]}, "must be a whole number of at least -1"),
+    ({"prompt": ["a", "b"], "logprob_start_len": [0, -2]}, "be greater than or equal to -1"),
     ({"prompt": []}, "prompt is empty"),
 ]
 
@@ -497,12 +491,12 @@ def test_fields_that_end_a_server_or_use_earlier_weights_are_no_arguments(name: 
 
 
 def test_names_of_sampling_parameters_are_no_names_of_arguments() -> None:
-    assert not SAMPLING_PARAMS.keys() & {*REQUEST_FIELDS, *ROUTER_FIELDS}
+    assert not SamplingParams.model_fields.keys() & {*REQUEST_FIELDS, *ROUTER_FIELDS}
 
 
 def test_a_field_that_has_one_value_for_all_prompts_of_a_request() -> None:
     """A router takes a session id for each prompt, a server one for the whole request."""
-    with pytest.raises(BadInputError, match=r"session_id must be .* for the whole request, got \['s', 't'\]"):
+    with pytest.raises(BadInputError, match=r"session_id must be a valid string, got \['s', 't'\]"):
         _body(PromptLimits(), {"prompt": ["a", "b"], "session_id": ["s", "t"]})
 
 
