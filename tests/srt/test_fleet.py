@@ -186,9 +186,9 @@ def test_invalid_fleets_are_refused(tiny: Callable[..., Path], fleet: Any) -> No
         ({"mode": "shared"}, "mode must be one of"),
         ({"tp_size": 2, "ep_size": 3}, "ep_size=3 must divide tp_size=2"),
         ({"tp_size": 3, "nnodes": 2}, "does not spread evenly"),
-        ({"dp_size": 2}, "with dp_size=2 data parallel copies: use that many replicas"),
-        ({"pp_size": 2}, "pp_size=2 pipeline stages: use tp_size"),
-        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE', which has a draft model"),
+        ({"dp_size": 2}, "with dp_size=2: use that many replicas"),
+        ({"pp_size": 2}, "pp_size=2: use tp_size"),
+        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE': it has a draft model"),
         ({"quantization": "fp8"}, "quantization='fp8': serve the model without quantization"),
         ({"tp_size": 0}, "tp_size must be a whole number"),
     ):

@@ -48,7 +48,7 @@ from verl_server.adapter.sglang.requests import (
     require_known_fields,
     unlisted_fields,
 )
-from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, require_divisible_model, validate_server_args
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, validate_server_args
 from verl_server.config import TRANSPORTS
 from verl_server.engine.servers import connect_servers
 from verl_server.engine.start import BackendSource
@@ -564,30 +564,3 @@ def test_every_transport_is_listed() -> None:
     assert {name for name, receiver in receivers.items() if receiver and not inspect.isabstract(receiver)} == {
         *TRANSPORTS
     }
-
-
-@pytest.fixture
-def four_heads(tmp_path: Path) -> Path:
-    """The `config.json` of a model with 4 attention heads and 2 KV heads."""
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 100}))
-    return file
-
-
-@pytest.mark.parametrize("start", [ADAPTER, functools.partial(RolloutManager, 1)], ids=["adapter", "fleet"])
-def test_a_tp_size_that_the_model_cannot_have(start: Any, four_heads: Path) -> None:
-    """It is refused from the model's `config.json`, before a process is started."""
-    with pytest.raises(BadInputError, match=r"tp_size=3 cannot divide 4 attention heads.*; use tp_size=2\."):
-        start(model_path=str(four_heads.parent), tp_size=3)
-
-
-def test_models_and_arguments_for_which_the_number_of_ranks_is_not_checked(four_heads: Path) -> None:
-    arguments = {"model_path": str(four_heads.parent), "tp_size": 8}
-    with pytest.raises(BadInputError, match="tp_size=8 cannot divide 4 attention heads"):
-        require_divisible_model(arguments)
-    require_divisible_model({**arguments, "tp_size": 4})  # a GPU replicates KV heads
-    require_divisible_model({**arguments, "enable_dp_attention": True})
-    four_heads.write_text("{")
-    require_divisible_model(arguments)
-    four_heads.unlink()
-    require_divisible_model(arguments)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from verl_server.adapter.engine import get_engine
 from verl_server.adapter.server_engine import ServerEngine
-from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_launch_args, with_absolute_paths
+from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_server_args, with_absolute_paths
 from verl_server.config import AdapterConfig, EngineKind, RemoteServer, WeightsConfig
 from verl_server.engine.servers import connect_servers, launch_one_server
 from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
@@ -189,7 +189,7 @@ def _make_backend(
     if source.launch_server is False:
         from verl_server.engine.inprocess import InProcessBackend
 
-        return InProcessBackend(validate_launch_args(args))
+        return InProcessBackend(validate_server_args(args))
     backend = launch_one_server(args, config, env, check_abort=lambda: group.failure)
     process = backend.adapter.process
     assert process is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -153,8 +152,6 @@ MAX_LOGPROB = 1e-3
 MAX_SHOWN_BYTES = 200
 """Number of bytes that an error shows of a reply that SGLang does not send."""
 JSON_TYPE, HTML_TYPE = "application/json", "text/html"
-#: Field and problem in SGLang's message about a field of a wrong type, a printed list of pydantic's errors.
-_FIELD_PROBLEM = re.compile(r"""'loc': \('body', '(\w+)'[^)]*\), 'msg': (['"])(.*?)\2""")
 
 
 def parse_json_or_text(raw: bytes) -> Any:
@@ -279,19 +276,12 @@ def error_message(body: Any) -> str:
     return str(body).strip() or "(no message)"
 
 
-def _name_fields(message: str) -> str:
-    """SGLang's message about fields of a wrong type as `field: problem`, without the server's source lines."""
-    problems = dict.fromkeys(f"{field}: {problem}" for field, _, problem in _FIELD_PROBLEM.findall(message))
-    return "; ".join(problems) or message
-
-
 def error_from_reply(status: int, url: str, body: Any, is_optional: bool = False) -> VerlServerError:
     """The typed error for a reply whose HTTP status is not a success.
 
     `is_optional`: some supported versions of SGLang do not have the endpoint.
     """
-    # The pattern of the fields needs time that grows with the square of a message.
-    message = _name_fields(error_message(body)[: 4 * MAX_MESSAGE_CHARACTERS])[:MAX_MESSAGE_CHARACTERS]
+    message = error_message(body)[:MAX_MESSAGE_CHARACTERS]
     details: Json = {"status": status, "url": url, "body": message}
     if isinstance(body, dict) and body.get("success") is False:
         return ServerError(f"{url} reports failure: {message}", **details)

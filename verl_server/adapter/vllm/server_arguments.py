@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_server.adapter.model_files import read_facts, read_model_config
+from verl_server.adapter.model_files import read_model_config
 from verl_server.adapter.server_engine import (
     SECRET_ARGUMENTS,
     ServerEngine,
@@ -110,20 +110,6 @@ def require_pushable(server_args: Mapping[str, Any], _env: Mapping[str, str] | N
         )
 
 
-def require_divisible_model(server_args: Mapping[str, Any]) -> None:
-    """Raise BadInputError if `tp_size` does not divide the model's attention heads, which ends vLLM at its start."""
-    tp_size = int(server_args.get("tp_size") or 1)
-    try:
-        heads = read_facts(read_model_config(str(server_args["model_path"]))).heads
-    except (OSError, ValueError, TypeError, AttributeError):
-        return  # the server reports what is wrong with the file
-    if heads % tp_size:
-        raise BadInputError(
-            f"tp_size={tp_size} cannot divide {heads} attention heads of the model {server_args['model_path']}",
-            argument="tp_size",
-        )
-
-
 def _rename(server_args: Json, names: Mapping[str, str]) -> Json:
     """The arguments by other names. Raises BadInputError for refused and repeated names."""
     args: Json = {}
@@ -183,7 +169,6 @@ def launch_vllm_server(
     """
     if config.router_ip is not None:
         raise BadInputError(NO_SGLANG_ROUTER)
-    require_divisible_model(validate_server_args(server_args))
     server = launch_server(complete_server_args(server_args), VLLM, config, env, check_abort)
     names = {theirs: ours for ours, theirs in PLAIN_NAMES.items()}
     args = {names.get(name, name): value for name, value in server.server_args.items()}
@@ -214,6 +199,5 @@ VLLM_ENGINE = ServerEngine(
     validate_fleet_args=validate_fleet_args,
     add_fleet_defaults=_add_fleet_defaults,
     require_pushable=require_pushable,
-    require_divisible_model=require_divisible_model,
     place_on_devices=_place_on_devices,
 )
