@@ -140,7 +140,7 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (RolloutManager, (1,), {"model_path": "/tmp", "base_gpu_id": 4}, "leave base_gpu_id=4 out. Choose GPUs with"),
     (RemoteServer, ("http://h:1\n",), {}, r"'http://h:1\n' is not an HTTP URL"),
     (RouterClient, ("http://h:1/generate", None), {}, "url 'http://h:1/generate' must be the base URL of the"),
-    (tags_to_release, (5, ()), {}, "tags must be a list of strings, got 5"),
+    (tags_to_release, (5, ()), {}, "tags must be a list of ['weights', 'kv_cache', 'cuda_graph'], got 5"),
     (validate_options, (UpdateOptions(None, "no", False, "retract", True), 0), {}, "verify must be True or False, got"),  # type: ignore[arg-type]
     (validate_options, (UpdateOptions(None, True, False, "retract", 1), 0), {}, "flush_cache must be True or False"),  # type: ignore[arg-type]
     (RemoteServer, ({"url": "secret"},), {}, "base_url must be a valid string, got a value of type dict"),
@@ -281,15 +281,16 @@ def test_local_paths_are_absolute_because_the_server_has_another_folder(
         }  # fmt: skip
     names = {"model_path": "Org/Model", "speculative_draft_model_path": "Org/Draft", "chat_template": "chatml"}
     assert validate_server_args(names) == names
+    named = {"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}
     for given_loras, expected in (
-        ({"a": "adapter"}, {"a": f"{tmp_path}/adapter"}),
-        (["adapter", "b=~/adapter", "org/c"], [f"adapter={tmp_path}/adapter", f"b={tmp_path}/adapter", "org/c"]),
-        ("a=adapter", [f"a={tmp_path}/adapter"]),
-        ("adapter", [f"adapter={tmp_path}/adapter"]),
-        ('{"a": "adapter"}', ['{"a": "adapter"}']),
-        ('{"lora_name": "a", "lora_path": "adapter"}', [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
-        ([{"lora_name": "a", "lora_path": "adapter"}], [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
-    ):
+        ({"a": "adapter"}, [named]),
+        (["adapter", "a=~/adapter", "org/c"], [
+            {**named, "lora_name": "adapter"}, named, {"lora_name": "org/c", "lora_path": "org/c"}
+        ]),
+        ("a=adapter", [named]),
+        ('{"lora_name": "a", "lora_path": "adapter"}', [named]),
+        ([{"lora_name": "a", "lora_path": "adapter", "pinned": True}], [{**named, "pinned": True}]),
+    ):  # fmt: skip
         assert validate_server_args({"model_path": "Org/Model", "lora_paths": given_loras})["lora_paths"] == expected
 
 
@@ -306,7 +307,8 @@ def test_numbers_paths_and_types_of_other_libraries_are_accepted() -> None:
         "mem_fraction_static": np.float32(0.5), "tp_size": two, "json": MappingProxyType({"sizes": (1, 2)}),
     }  # fmt: skip
     assert json.loads(json.dumps(validate_server_args(given))) == {
-        "model_path": str(folder), "tokenizer_path": str(folder), "lora_paths": {"a": str(folder)},
+        "model_path": str(folder), "tokenizer_path": str(folder),
+        "lora_paths": [{"lora_name": "a", "lora_path": str(folder)}],
         "dtype": "bfloat16", "mem_fraction_static": 0.5, "tp_size": 2, "json": {"sizes": [1, 2]},
     }  # fmt: skip
 

@@ -26,7 +26,6 @@ from verl_server.adapter.sglang.replies import (
     count_requests,
     require_answer,
     require_answers,
-    require_logprobs,
     require_no_abort,
 )
 from verl_server.adapter.sglang.requests import (
@@ -114,19 +113,12 @@ def undefined_weights_reason(
 
 def _parse_tags(tags: Sequence[str] | None) -> list[str]:
     """Memory tags as plain strings."""
-    if tags is None:
-        return [tag.value for tag in MemoryTag]
-    if isinstance(tags, str) or not isinstance(tags, Iterable):
-        got = "the string " if isinstance(tags, str) else ""
-        raise BadInputError(f"tags must be a list of strings, got {got}{tags!r}")
     try:
-        values = [MemoryTag(tag).value for tag in tags]
-    except ValueError:
-        raise BadInputError(f"memory tags are {[t.value for t in MemoryTag]}, got {list(tags)!r}") from None
-    if not values:
-        raise BadInputError("tags is empty; leave it out to mean all")
-    if len(set(values)) != len(values):
-        raise BadInputError(f"a tag is named twice: {values}")
+        values = [MemoryTag(tag).value for tag in (MemoryTag if tags is None else tags)]
+    except (TypeError, ValueError):
+        raise BadInputError(f"tags must be a list of {[tag.value for tag in MemoryTag]}, got {tags!r}") from None
+    if not values or len(set(values)) != len(values):
+        raise BadInputError(f"tags is empty, or names a tag twice: {values}; leave it out to mean all")
     return values
 
 
@@ -392,10 +384,12 @@ class AsyncHttpServerEngineAdapter(KnownServer):
             reply = await connection.call(replies.GENERATE, body)
         finally:
             connection.requests_in_flight -= 1
-        require_answers(reply, body, limits.vocab_size, connection.base_url + replies.GENERATE.path)
-        require_logprobs(reply)
-        correct_aborts(reply if isinstance(reply, list) else [reply], body.get("sampling_params"), limits.end_tokens)
-        return convert_weight_versions(reply)
+        url = connection.base_url + replies.GENERATE.path
+        generations = require_answers(reply, body, limits.vocab_size, url)
+        correct_aborts(generations, body.get("sampling_params"), limits.end_tokens)
+        for each in generations:
+            convert_weight_versions(each)
+        return reply
 
     async def generate_stream(
         self,
@@ -438,7 +432,6 @@ class AsyncHttpServerEngineAdapter(KnownServer):
                 index = event.get("index", 0)
                 reply = convert_weight_versions(streams[index].add(event) if is_incremental else event)
                 correct_aborts([reply], body.get("sampling_params"), limits.end_tokens)
-                require_logprobs(reply, num_checked[index])
                 num_checked[index] = require_answer(reply, sent_rid, params, limits.vocab_size, url, num_checked[index])
                 yield reply
         finally:

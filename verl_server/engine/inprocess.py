@@ -93,9 +93,9 @@ class InProcessBackend(Servers):
         for item in reply if isinstance(reply, list) else [reply]:
             meta_info = item["meta_info"]
             meta_info["weight_version"] = self.weight_version
+            require_logprobs(item)
             for span in meta_info.get("weight_versions") or ():  # SGLang's `Engine` keeps the label of its start
                 span["version"] = self.weight_version
-        require_logprobs(reply)
         # All trainer ranks get what a server sends: no tuples, no infinity.
         return orjson.loads(orjson.dumps(reply, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY))
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_server.adapter.model_files import ModelFacts, check_lora_paths, find_model_file, read_model_config
+from verl_server.adapter.model_files import (
+    ModelFacts,
+    check_lora_paths,
+    find_model_file,
+    parse_lora_paths,
+    read_model_config,
+)
 from verl_server.adapter.server_engine import (
     SECRET_ARGUMENTS,
     ServerEngine,
@@ -24,7 +29,7 @@ from verl_server.server.environment import EngineProfile
 from verl_server.server.launch import LaunchedServer, launch_server
 from verl_server.server.process import AbortCheck, never_abort
 from verl_server.types import Json
-from verl_server.validation import is_list, to_plain
+from verl_server.validation import to_plain
 
 #: Lowest and highest supported version. `verl-server doctor` warns about other versions, which may work too.
 SUPPORTED_VERSIONS = ("0.5.15", "0.5.23")
@@ -167,13 +172,9 @@ def with_absolute_paths(server_args: Mapping[str, Any]) -> Json:
         args[name] = _absolute_path(args[name], os.path.isfile if name.endswith("_template") else os.path.exists)
     for name in args.keys() & set(WRITTEN_FOLDERS):
         args[name] = _absolute_path(args[name], bool)
-    lora_paths = args.get("lora_paths")
-    if isinstance(lora_paths, str):  # `--lora-paths a=/x` is a list with one item, as on SGLang's own command line
-        lora_paths = [lora_paths]
-    if isinstance(lora_paths, Mapping):
-        args["lora_paths"] = {name: _absolute_path(path) for name, path in lora_paths.items()}
-    elif is_list(lora_paths):
-        args["lora_paths"] = [_absolute_lora_path(item) for item in lora_paths]
+    if (lora_paths := args.get("lora_paths")) is not None:
+        items = parse_lora_paths(lora_paths)
+        args["lora_paths"] = [{**item, "lora_path": _absolute_path(item.get("lora_path"))} for item in items]
     return args
 
 
@@ -186,21 +187,6 @@ def _absolute_path(path: Any, is_path: Callable[[str], bool] = os.path.exists) -
         return path
     expanded = os.path.expanduser(path)
     return str(Path(expanded).absolute()) if is_path(expanded) else path
-
-
-def _absolute_lora_path(item: Any) -> Any:
-    """One item of a list of `lora_paths`: `path`, `name=path`, a dict or the JSON text of a dict.
-
-    A path without a name is its own name.
-    """
-    if isinstance(item, str) and item.startswith("{"):
-        with contextlib.suppress(ValueError):  # SGLang's parser refuses it, as it refuses a dict with other names
-            item = parsed if "lora_path" in (parsed := json.loads(item)) else item
-    if isinstance(item, Mapping):
-        return {**item, "lora_path": _absolute_path(item.get("lora_path"))}
-    name, _, path = str(item).partition("=")
-    absolute = _absolute_path(path or name)
-    return item if absolute == (path or name) else f"{name}={absolute}"
 
 
 def require_generating_server(server_args: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ PLAIN_NAMES: Mapping[str, str] = {
     "max_loras_per_batch": "max_loras", "max_loaded_loras": "max_cpu_loras",
     "mem_fraction_static": "gpu_memory_utilization", "max_prefill_tokens": "max_num_batched_tokens",
 }  # fmt: skip
+_COMMON_NAMES: Mapping[str, str] = {theirs: ours for ours, theirs in PLAIN_NAMES.items()}
 #: Options of vLLM's command line (0.32.0) that are passed on, by the names of `vllm serve` with underscores. All others
 #: are refused: they do not fit one supervised server, open files to requests, or were not tried with pushed weights,
 #: for example a cache outside the server, or experts that move between ranks.
@@ -77,7 +78,7 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     refused, for an argument that is given twice, and for what no server can have (`require_common_args`). vLLM's own
     parser refuses wrong values when the server starts.
     """
-    args = _rename(to_plain(server_args), {theirs: ours for ours, theirs in PLAIN_NAMES.items()})
+    args = _rename(to_plain(server_args), _COMMON_NAMES)
     require_common_args(args)
     if os.path.exists(path := os.path.expanduser(args["model_path"])):  # else its name on a hub
         args["model_path"] = str(Path(path).absolute())
@@ -92,7 +93,7 @@ def validate_fleet_args(server_args: Mapping[str, Any]) -> Json:
 
 def with_common_names(server_args: Mapping[str, Any]) -> Json:
     """A copy with SGLang's names where both engines have the argument. An argument that is given twice is kept."""
-    names = {theirs: ours for ours, theirs in PLAIN_NAMES.items() if ours not in server_args}
+    names = {theirs: ours for theirs, ours in _COMMON_NAMES.items() if ours not in server_args}
     return {names.get(name, name): value for name, value in server_args.items()}
 
 
@@ -170,9 +171,8 @@ def launch_vllm_server(
     if config.router_ip is not None:
         raise BadInputError(NO_SGLANG_ROUTER)
     server = launch_server(complete_server_args(server_args), VLLM, config, env, check_abort)
-    names = {theirs: ours for ours, theirs in PLAIN_NAMES.items()}
-    args = {names.get(name, name): value for name, value in server.server_args.items()}
-    return replace(server, server_args={"tp_size": 1, **args, "custom_weight_loader": [WEIGHT_LOADER]})
+    args = {"tp_size": 1, **with_common_names(server.server_args), "custom_weight_loader": [WEIGHT_LOADER]}
+    return replace(server, server_args=args)
 
 
 def _add_fleet_defaults(server_args: Mapping[str, Any], has_sglang_router: bool) -> Json:
