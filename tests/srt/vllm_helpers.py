@@ -29,6 +29,7 @@ from helpers import (
 )
 from safetensors.torch import load_file, save_file
 
+from verl_server.adapter.sglang.replies import Endpoint
 from verl_server.adapter.vllm.replies import error_from_reply, parse_generation
 from verl_server.adapter.vllm.requests import (
     FINISH_UPDATE,
@@ -40,7 +41,6 @@ from verl_server.adapter.vllm.requests import (
     START_UPDATE,
     UPDATE_WEIGHTS,
     WORKER_CALL,
-    Endpoint,
     generate_payload,
     memory_payload,
     pause_query,

@@ -26,21 +26,16 @@ from verl_server.adapter.sglang.replies import (
     count_requests,
     require_answer,
     require_answers,
-    require_logprobs,
     require_no_abort,
 )
 from verl_server.adapter.sglang.requests import (
     PromptLimits,
-    abort_payload,
     check_tensor_payloads,
-    checker_payload,
-    explain_refusal,
     generate_payload,
     load_lora_payload,
     pause_payload,
-    update_from_disk_payload,
-    update_from_distributed_payload,
-    update_from_tensor_payload,
+    require,
+    update_payload,
     weight_version_label,
 )
 from verl_server.adapter.sglang.server_arguments import (
@@ -118,19 +113,12 @@ def undefined_weights_reason(
 
 def _parse_tags(tags: Sequence[str] | None) -> list[str]:
     """Memory tags as plain strings."""
-    if tags is None:
-        return [tag.value for tag in MemoryTag]
-    if isinstance(tags, str) or not isinstance(tags, Iterable):
-        got = "the string " if isinstance(tags, str) else ""
-        raise BadInputError(f"tags must be a list of strings, got {got}{tags!r}")
     try:
-        values = [MemoryTag(tag).value for tag in tags]
-    except ValueError:
-        raise BadInputError(f"memory tags are {[t.value for t in MemoryTag]}, got {list(tags)!r}") from None
-    if not values:
-        raise BadInputError("tags is empty; leave it out to mean all")
-    if len(set(values)) != len(values):
-        raise BadInputError(f"a tag is named twice: {values}")
+        values = [MemoryTag(tag).value for tag in (MemoryTag if tags is None else tags)]
+    except (TypeError, ValueError):
+        raise BadInputError(f"tags must be a list of {[tag.value for tag in MemoryTag]}, got {tags!r}") from None
+    if not values or len(set(values)) != len(values):
+        raise BadInputError(f"tags is empty, or names a tag twice: {values}; leave it out to mean all")
     return values
 
 
@@ -394,14 +382,14 @@ class AsyncHttpServerEngineAdapter(KnownServer):
         connection.requests_in_flight += 1
         try:
             reply = await connection.call(replies.GENERATE, body)
-        except (BadInputError, ServerError) as error:
-            raise explain_refusal(error, sampling_params) from error.__cause__
         finally:
             connection.requests_in_flight -= 1
-        require_answers(reply, body, limits.vocab_size, connection.base_url + replies.GENERATE.path)
-        require_logprobs(reply)
-        correct_aborts(reply if isinstance(reply, list) else [reply], body.get("sampling_params"), limits.end_tokens)
-        return convert_weight_versions(reply)
+        url = connection.base_url + replies.GENERATE.path
+        generations = require_answers(reply, body, limits.vocab_size, url)
+        correct_aborts(generations, body.get("sampling_params"), limits.end_tokens)
+        for each in generations:
+            convert_weight_versions(each)
+        return reply
 
     async def generate_stream(
         self,
@@ -444,11 +432,8 @@ class AsyncHttpServerEngineAdapter(KnownServer):
                 index = event.get("index", 0)
                 reply = convert_weight_versions(streams[index].add(event) if is_incremental else event)
                 correct_aborts([reply], body.get("sampling_params"), limits.end_tokens)
-                require_logprobs(reply, num_checked[index])
                 num_checked[index] = require_answer(reply, sent_rid, params, limits.vocab_size, url, num_checked[index])
                 yield reply
-        except (BadInputError, ServerError) as error:
-            raise explain_refusal(error, sampling_params) from error.__cause__
         finally:
             connection.requests_in_flight -= 1
 
@@ -457,7 +442,8 @@ class AsyncHttpServerEngineAdapter(KnownServer):
 
         SGLang does nothing if there is no request with the id `rid` itself. vLLM aborts the others in this case, too.
         """
-        await self.connection.call(replies.ABORT, abort_payload(rid, abort_all))
+        require(abort_all or bool(rid), "abort_request needs a non-empty rid, or abort_all=True")
+        await self.connection.call(replies.ABORT, {"rid": rid or "", "abort_all": abort_all})
 
     async def pause_generation(self, mode: str = PauseMode.ABORT) -> None:
         """Pause generation. New requests wait in the server; `PauseMode` says what happens to running requests."""
@@ -582,9 +568,8 @@ class AsyncHttpServerEngineAdapter(KnownServer):
         server_args = await connection.get_server_args()
         weight_loaders = server_args.get("custom_weight_loader") or ()
         check_tensor_payloads(serialized_named_tensors, await connection.get_tp_size(), load_format, weight_loaders)
-        body = update_from_tensor_payload(
-            serialized_named_tensors, load_format=load_format, flush_cache=flush_cache, weight_version=weight_version
-        )
+        payloads = {"serialized_named_tensors": list(serialized_named_tensors)}
+        body = update_payload(payloads, load_format, flush_cache, weight_version)
         return await connection.call_weights(replies.UPDATE_FROM_TENSOR, body)
 
     async def init_weights_update_group(
@@ -622,15 +607,18 @@ class AsyncHttpServerEngineAdapter(KnownServer):
         load_format: str | None = None,
     ) -> Json:
         """Receive tensors by broadcast from the trainer, in the order of `names`."""
-        body = update_from_distributed_payload(
-            names,
-            dtypes,
-            shapes,
-            group_name=group_name,
-            load_format=load_format,
-            flush_cache=flush_cache,
-            weight_version=weight_version,
+        require(
+            len(names) == len(dtypes) == len(shapes) > 0,
+            f"names, dtypes and shapes must be equally many, and not none: got {len(names)} names, {len(dtypes)} "
+            f"dtypes and {len(shapes)} shapes",
         )
+        tensors = {
+            "names": list(names),
+            "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+        }
+        body = update_payload(tensors, load_format, flush_cache, weight_version)
         return await self.connection.call_weights(replies.UPDATE_FROM_DISTRIBUTED, body)
 
     async def update_weights_from_disk(
@@ -645,9 +633,7 @@ class AsyncHttpServerEngineAdapter(KnownServer):
         The folder must contain all weights if the server's weights were released. Raises ServerError if it is not
         loaded.
         """
-        body = update_from_disk_payload(
-            model_path, load_format=load_format, flush_cache=flush_cache, weight_version=weight_version
-        )
+        body = update_payload({"model_path": os.fspath(model_path)}, load_format, flush_cache, weight_version)
         try:
             reply = await self.connection.call_weights(replies.UPDATE_FROM_DISK, body)
         except ServerError as error:
@@ -674,7 +660,9 @@ class AsyncHttpServerEngineAdapter(KnownServer):
 
     async def weights_checker(self, action: str = "checksum") -> Json:
         """Compute checksums of the served weights (`checksum`), save a copy of them (`snapshot`) or compare with it."""
-        return await self.connection.call_weights(replies.WEIGHTS_CHECKER, checker_payload(action))
+        known = ("checksum", "snapshot", "compare", "reset_tensors")
+        require(action in known, f"weights_checker knows the actions {known}, got {action!r}")
+        return await self.connection.call_weights(replies.WEIGHTS_CHECKER, {"action": action})
 
     # -- LoRA adapters ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -144,9 +144,47 @@ class HttpClient:
         url, body = self.base_url + endpoint.path, parse_json_or_text(raw)
         return error_from_reply(status, url, body, endpoint.is_optional)
 
-    def _request(self, endpoint: Endpoint, payload: Any) -> _Request:
+    @asynccontextmanager
+    async def _request(self, endpoint: Endpoint, payload: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response to one request. Raises DeadlineError when the request takes too long."""
         self.require_usable()
-        return _Request(self, endpoint, payload, self._deadlines[endpoint.kind])
+        pool, timeout, url = self.pool(), self._deadlines[endpoint.kind], self.base_url + endpoint.path
+        context = pool.session.request(
+            endpoint.method,
+            url,
+            data=None if payload is None else encode_json(payload),
+            headers=(self._admin_headers if endpoint.needs_admin_key else self._headers) | trace_headers(),
+            timeout=timeout,
+        )
+        try:
+            async with context as response:
+                pool.responses.add(response)
+                try:
+                    self.require_usable()
+                    self.require_same_process(response.headers.get(PROCESS_HEADER))
+                    yield response
+                finally:
+                    pool.responses.discard(response)
+        except VerlServerError:
+            raise
+        except aiohttp.ConnectionTimeoutError as error:
+            self.address = None
+            raise DeadlineError(
+                f"nothing answers at {self.base_url}: there was no connection after {timeout.sock_connect:g} s. Check "
+                "that the machine can be reached, and that this is its host and port",
+                operation=endpoint.path,
+                seconds=timeout.sock_connect,
+                url=url,
+            ) from error
+        except TimeoutError as error:
+            seconds = timeout.total or timeout.sock_connect
+            raise DeadlineError(
+                f"{url} did not answer within {seconds:g} s: the server has stalled, its machine cannot be reached, or "
+                f"the {endpoint.kind.value} deadline in `timeouts` is too short for this model.",
+                operation=endpoint.path,
+                seconds=seconds,
+                url=url,
+            ) from error
 
     async def _explain_broken_connection(self, endpoint: Endpoint, error: Exception) -> VerlServerError:
         """The cause of a broken connection: the error of `fail`, the death of the server, or the network."""
@@ -165,16 +203,6 @@ class HttpClient:
                 url=url,
             )
         return ServerError(f"the connection to {url} broke ({type(error).__name__}: {error})", url=url)
-
-    def open_request(self, pool: _Pool, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> Any:
-        """aiohttp's context manager for one request."""
-        return pool.session.request(
-            endpoint.method,
-            self.base_url + endpoint.path,
-            data=None if payload is None else encode_json(payload),
-            headers=(self._admin_headers if endpoint.needs_admin_key else self._headers) | trace_headers(),
-            timeout=timeout,
-        )
 
     def require_usable(self) -> None:
         """Raise the error of `fail` if that was called before."""
@@ -331,62 +359,6 @@ class _Pool:
         """End the calls that read a body. Closing the session ends only the calls that wait for an answer."""
         for response in list(self.responses):
             response.close()
-
-
-class _Request:
-    """Context manager of one request, which raises DeadlineError when the request takes too long."""
-
-    def __init__(self, http: HttpClient, endpoint: Endpoint, payload: Any, timeout: aiohttp.ClientTimeout) -> None:
-        self._http, self._endpoint, self._timeout = http, endpoint, timeout
-        self._pool = http.pool()
-        self._context = http.open_request(self._pool, endpoint, payload, timeout)
-        self._response: aiohttp.ClientResponse | None = None
-        self._url = http.base_url + endpoint.path
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        try:
-            response: aiohttp.ClientResponse = await self._context.__aenter__()
-        except aiohttp.ConnectionTimeoutError as error:
-            self._http.address = None
-            raise self._connect_error() from error
-        except TimeoutError as error:
-            raise self._deadline_error() from error
-        self._response = response
-        try:
-            self._pool.responses.add(response)
-            self._http.require_usable()
-            self._http.require_same_process(response.headers.get(PROCESS_HEADER))
-        except VerlServerError as error:
-            await self.__aexit__(type(error), error, error.__traceback__)
-            raise
-        return response
-
-    async def __aexit__(self, error_type: Any, error: Any, traceback: Any) -> None:
-        assert self._response is not None
-        self._pool.responses.discard(self._response)
-        await self._context.__aexit__(error_type, error, traceback)
-        if isinstance(error, TimeoutError) and not isinstance(error, VerlServerError):
-            raise self._deadline_error() from error
-
-    def _connect_error(self) -> DeadlineError:
-        seconds = self._timeout.sock_connect
-        return DeadlineError(
-            f"nothing answers at {self._http.base_url}: there was no connection after {seconds:g} s. Check that the "
-            "machine can be reached, and that this is its host and port",
-            operation=self._endpoint.path,
-            seconds=seconds,
-            url=self._url,
-        )
-
-    def _deadline_error(self) -> DeadlineError:
-        seconds = self._timeout.total or self._timeout.sock_connect
-        return DeadlineError(
-            f"{self._url} did not answer within {seconds:g} s: the server has stalled, its machine cannot be reached, "
-            f"or the {self._endpoint.kind.value} deadline in `timeouts` is too short for this model.",
-            operation=self._endpoint.path,
-            seconds=seconds,
-            url=self._url,
-        )
 
 
 def close_without_loop(connector: aiohttp.BaseConnector) -> None:

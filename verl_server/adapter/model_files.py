@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,27 +195,38 @@ def check_lora_paths(lora_paths: Any) -> None:
             )
 
 
-def lora_paths_by_name(lora_paths: Any) -> dict[str, str]:
-    """SGLang's server argument `lora_paths` as paths by name: a dict by name, or a list of `name=path`, paths or dicts.
+def parse_lora_paths(lora_paths: Any) -> list[Json]:
+    """SGLang's server argument `lora_paths` as dicts with `lora_name` and `lora_path`.
 
-    A path without a name is its own name. Raises BadInputError for another value.
+    The argument is a dict of paths by name, or a list of `name=path`, paths, dicts or their JSON texts. One string is a
+    list with one item, as on SGLang's own command line. A path without a name is its own name. Raises BadInputError for
+    another value.
     """
-    if lora_paths is not None and not (isinstance(lora_paths, Mapping) or is_list(lora_paths)):
+    if isinstance(lora_paths, Mapping):
+        return [{"lora_name": str(name), "lora_path": str(path)} for name, path in lora_paths.items()]
+    items = [lora_paths] if isinstance(lora_paths, str) else [] if lora_paths is None else lora_paths
+    if not is_list(items):
         raise BadInputError(
             f"lora_paths must be a dict of folders by name, or a list of folders, got {lora_paths!r}; write for "
             'example lora_paths={"a": "/adapters/a"}',
             argument="lora_paths",
         )
-    if isinstance(lora_paths, Mapping):
-        return {str(name): str(path) for name, path in lora_paths.items()}
-    paths: dict[str, str] = {}
-    for item in lora_paths or ():
+    parsed = []
+    for item in items:
+        if isinstance(item, str) and item.startswith("{"):
+            with suppress(ValueError):
+                item = json.loads(item)
         if isinstance(item, Mapping):
-            paths[str(item.get("lora_name"))] = str(item.get("lora_path"))
+            parsed.append(dict(item))  # SGLang's parser refuses one with other names
         else:
             name, _, path = str(item).partition("=")
-            paths[name] = path or name
-    return paths
+            parsed.append({"lora_name": name, "lora_path": path or name})
+    return parsed
+
+
+def lora_paths_by_name(lora_paths: Any) -> dict[str, str]:
+    """SGLang's server argument `lora_paths` as paths by name. Raises BadInputError for a wrong value."""
+    return {str(item.get("lora_name")): str(item.get("lora_path")) for item in parse_lora_paths(lora_paths)}
 
 
 def _unsupported(field: str, value: Any) -> BadInputError:

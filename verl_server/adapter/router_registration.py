@@ -9,17 +9,16 @@ check.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 import requests
 
 from verl_server.config import AdapterConfig
-from verl_server.errors import DeadlineError, ServerError, VerlServerError
+from verl_server.errors import DeadlineError, ServerError
 from verl_server.server.launch import join_host_port
 
 logger = logging.getLogger(__name__)
@@ -32,8 +31,6 @@ UNKNOWN_S = 5.0
 """Seconds in which a worker may appear in the list although the answer to its `POST` was lost."""
 FORGET_S = 20.0
 """Seconds after its removal in which a worker that appears in the list again is removed again."""
-MAX_REQUESTS = 256
-"""Maximum number of requests about single workers in one attempt, so that the next attempt comes soon."""
 REMOVAL_S = 10.0
 """Seconds in which all workers are removed at the end."""
 MAX_FAILURES = 3
@@ -68,8 +65,6 @@ class RouterWorkers:
     def __init__(self, router_url: str) -> None:
         self.router_url = router_url
         self._entries: dict[str, _Entry] = {}
-        self._num_requests = 0
-        """Number of requests about single workers in the current attempt."""
 
     @classmethod
     def from_config(cls, config: AdapterConfig) -> Self | None:
@@ -89,7 +84,7 @@ class RouterWorkers:
         """
         if not wanted and not self._entries:
             return True
-        is_reached, refusals, self._num_requests = True, list[ServerError](), 0
+        is_reached, refusals = True, list[ServerError]()
         with requests.Session() as session:
             session.trust_env = False
             listed = self._list(session)
@@ -156,8 +151,7 @@ class RouterWorkers:
         if self._may_send(entry, "POST"):
             worker = {"url": entry.url, "api_key": entry.api_key}
             reply = self._send(session, "POST", "/workers", entry.url, json=worker)
-            with self._explain_replies():
-                entry.worker_id = str(reply.json()["worker_id"])
+            entry.worker_id = str(reply.json()["worker_id"])
         return False
 
     def _remove(self, session: requests.Session, entry: _Entry, listed_id: str | None) -> bool:
@@ -189,23 +183,27 @@ class RouterWorkers:
 
     def _may_send(self, entry: _Entry, method: str) -> bool:
         """Whether to send a request about a worker now. It is then counted as sent."""
-        if entry.was_sent(method) or self._num_requests >= MAX_REQUESTS:
+        if entry.was_sent(method):
             return False
-        self._num_requests += 1
         entry.sent, entry.sent_at = method, time.monotonic()
         return True
 
     def _list(self, session: requests.Session) -> dict[str, str]:
         """Ids of all workers in the list, by URL."""
         reply = self._send(session, "GET", "/workers", "GET /workers")
-        with self._explain_replies():
+        try:
             return {str(worker["url"]): str(worker["id"]) for worker in reply.json()["workers"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ServerError(
+                f"{self.router_url} does not answer as an sglang-router does ({type(error).__name__}: {error}): "
+                "check router_ip and router_port",
+                url=self.router_url,
+            ) from error
 
     def _knows(self, session: requests.Session, entry: _Entry) -> bool:
         """Whether the router has the worker or checks it: not after a check that has failed."""
         reply = self._send(session, "GET", f"/workers/{entry.worker_id}", entry.url)
-        with self._explain_replies():
-            return reply.status_code != 404 and (reply.json().get("job_status") or {}).get("status") != "failed"
+        return reply.status_code != 404 and (reply.json().get("job_status") or {}).get("status") != "failed"
 
     def _send(
         self, session: requests.Session, method: str, path: str, subject: str, **arguments: Any
@@ -220,17 +218,6 @@ class RouterWorkers:
                 status=reply.status_code,
             )
         return reply
-
-    @contextlib.contextmanager
-    def _explain_replies(self) -> Iterator[None]:
-        try:
-            yield
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ServerError(
-                f"{self.router_url} does not answer as an sglang-router does ({type(error).__name__}: {error}): "
-                "check router_ip and router_port",
-                url=self.router_url,
-            ) from error
 
 
 class RouterRegistration:
@@ -271,20 +258,19 @@ class RouterRegistration:
             except requests.RequestException as error:
                 failure = error
             if time.monotonic() > deadline:
-                raise self._timed_out(self._workers.router_url, timeout_s, failure) from failure
+                router_url = self._workers.router_url
+                if failure is not None:
+                    raise ServerError(
+                        f"the router {router_url} could not be reached within {timeout_s:g} s: {failure}",
+                        url=router_url,
+                    ) from failure
+                raise DeadlineError(
+                    f"the router {router_url} did not accept {self.worker_url} within {timeout_s:g} s: the router must "
+                    "be able to reach this address",
+                    operation="register",
+                    seconds=timeout_s,
+                )
             time.sleep(POLL_INTERVAL_S)
-
-    def _timed_out(self, router_url: str, timeout_s: float, failure: Exception | None) -> VerlServerError:
-        if failure is not None:
-            return ServerError(
-                f"the router {router_url} could not be reached within {timeout_s:g} s: {failure}", url=router_url
-            )
-        return DeadlineError(
-            f"the router {router_url} did not accept {self.worker_url} within {timeout_s:g} s: "
-            "the router must be able to reach this address",
-            operation="register",
-            seconds=timeout_s,
-        )
 
     def stop(self) -> bool:
         """Remove the server from the router. Returns False if the router may still have it, or may still accept it."""

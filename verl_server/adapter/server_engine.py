@@ -47,8 +47,6 @@ class ServerEngine:
     whether the servers are also registered with an `sglang-router`."""
     require_pushable: Callable[[ServerArgs, Mapping[str, str]], None]
     """Raises UnsupportedError if a server with these arguments and added variables cannot take pushed weights."""
-    require_divisible_model: Callable[[ServerArgs], None]
-    """Raises BadInputError if `tp_size` ranks cannot divide the model."""
     place_on_devices: Callable[[ServerArgs, Mapping[str, str], int, int], tuple[Json, Mapping[str, str]]]
     """Returns arguments and environment variables of a server that uses a number of accelerators. The last arguments:
     index of its first one among the visible accelerators, and their number."""

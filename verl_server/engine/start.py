@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server.adapter.engine import get_engine
 from verl_server.adapter.server_engine import ServerEngine
-from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_launch_args, with_absolute_paths
+from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_server_args, with_absolute_paths
 from verl_server.config import AdapterConfig, EngineKind, RemoteServer, WeightsConfig
 from verl_server.engine.servers import InProcessBackend, connect_servers, launch_one_server
 from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
@@ -188,7 +188,7 @@ def _make_backend(
     if source.servers:
         return connect_servers(source.servers, config, parse_weight_version(args["weight_version"]))
     if source.launch_server is False:
-        return InProcessBackend(validate_launch_args(args))
+        return InProcessBackend(validate_server_args(args))
     backend = launch_one_server(args, config, env, check_abort=lambda: group.failure)
     process = backend.adapter.process
     assert process is not None

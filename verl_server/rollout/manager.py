@@ -85,7 +85,6 @@ class RolloutManager:
             engine.require_pushable(args, env or {})
         self._launcher = launcher = launcher or LocalLauncher()
         launcher.reserve(parallel_config, replicas, env or {})
-        engine.require_divisible_model(args)
         server_config = dataclasses.replace(config, router_ip=None, router_port=None)
 
         self._loop = EventLoopThread()

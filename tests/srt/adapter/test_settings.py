@@ -42,14 +42,13 @@ from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.sglang.requests import (
     REQUEST_FIELDS,
     ROUTER_FIELDS,
-    SAMPLING_PARAMS,
     PromptLimits,
+    SamplingParams,
     generate_payload,
     require_known_fields,
     unlisted_fields,
-    update_from_disk_payload,
 )
-from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, require_divisible_model, validate_server_args
+from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, validate_server_args
 from verl_server.config import TRANSPORTS
 from verl_server.engine.servers import connect_servers
 from verl_server.engine.start import BackendSource
@@ -141,7 +140,7 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (RolloutManager, (1,), {"model_path": "/tmp", "base_gpu_id": 4}, "leave base_gpu_id=4 out. Choose GPUs with"),
     (RemoteServer, ("http://h:1\n",), {}, r"'http://h:1\n' is not an HTTP URL"),
     (RouterClient, ("http://h:1/generate", None), {}, "url 'http://h:1/generate' must be the base URL of the"),
-    (tags_to_release, (5, ()), {}, "tags must be a list of strings, got 5"),
+    (tags_to_release, (5, ()), {}, "tags must be a list of ['weights', 'kv_cache', 'cuda_graph'], got 5"),
     (validate_options, (UpdateOptions(None, "no", False, "retract", True), 0), {}, "verify must be True or False, got"),  # type: ignore[arg-type]
     (validate_options, (UpdateOptions(None, True, False, "retract", 1), 0), {}, "flush_cache must be True or False"),  # type: ignore[arg-type]
     (RemoteServer, ({"url": "secret"},), {}, "base_url must be a valid string, got a value of type dict"),
@@ -286,15 +285,16 @@ def test_local_paths_are_absolute_because_the_server_has_another_folder(
         }  # fmt: skip
     names = {"model_path": "Org/Model", "speculative_draft_model_path": "Org/Draft", "chat_template": "chatml"}
     assert validate_server_args(names) == names
+    named = {"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}
     for given_loras, expected in (
-        ({"a": "adapter"}, {"a": f"{tmp_path}/adapter"}),
-        (["adapter", "b=~/adapter", "org/c"], [f"adapter={tmp_path}/adapter", f"b={tmp_path}/adapter", "org/c"]),
-        ("a=adapter", [f"a={tmp_path}/adapter"]),
-        ("adapter", [f"adapter={tmp_path}/adapter"]),
-        ('{"a": "adapter"}', ['{"a": "adapter"}']),
-        ('{"lora_name": "a", "lora_path": "adapter"}', [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
-        ([{"lora_name": "a", "lora_path": "adapter"}], [{"lora_name": "a", "lora_path": f"{tmp_path}/adapter"}]),
-    ):
+        ({"a": "adapter"}, [named]),
+        (["adapter", "a=~/adapter", "org/c"], [
+            {**named, "lora_name": "adapter"}, named, {"lora_name": "org/c", "lora_path": "org/c"}
+        ]),
+        ("a=adapter", [named]),
+        ('{"lora_name": "a", "lora_path": "adapter"}', [named]),
+        ([{"lora_name": "a", "lora_path": "adapter", "pinned": True}], [{**named, "pinned": True}]),
+    ):  # fmt: skip
         assert validate_server_args({"model_path": "Org/Model", "lora_paths": given_loras})["lora_paths"] == expected
 
 
@@ -317,7 +317,8 @@ def test_numbers_paths_and_types_of_other_libraries_are_accepted() -> None:
         "mem_fraction_static": np.float32(0.5), "tp_size": two, "json": MappingProxyType({"sizes": (1, 2)}),
     }  # fmt: skip
     assert json.loads(json.dumps(validate_server_args(given))) == {
-        "model_path": str(folder), "tokenizer_path": str(folder), "lora_paths": {"a": str(folder)},
+        "model_path": str(folder), "tokenizer_path": str(folder),
+        "lora_paths": [{"lora_name": "a", "lora_path": str(folder)}],
         "dtype": "bfloat16", "mem_fraction_static": 0.5, "tp_size": 2, "json": {"sizes": [1, 2]},
     }  # fmt: skip
 
@@ -327,8 +328,6 @@ def test_numbers_paths_and_types_of_other_libraries_are_accepted() -> None:
 
     nnodes, server_args = construct(two, **given)
     assert (type(nnodes), server_args["dtype"]) == (int, "bfloat16")
-    disk = update_from_disk_payload(folder, load_format=None, flush_cache=True, weight_version=None)
-    assert disk["model_path"] == str(folder)
 
 
 @pytest.mark.parametrize(
@@ -414,16 +413,13 @@ def test_sampling_params_are_converted(given: Any, sent: Any) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"top_k": 2**31}, "['top_k'] must be a whole number from -1 to 2**31 - 1, got 2147483648"),
-        ({"stop_token_ids": [-1]}, "['stop_token_ids'] must be a list of token ids, got [-1]"),
-        ({"stop_regex": ["a", "("]}, "['stop_regex'] must be a regular expression of at most"),
-        ({"stop_token_ids": "5"}, "['stop_token_ids'] must be a list of token ids, got '5'"),
-        ({"logit_bias": {42: float("-inf")}}, "write -1e9 instead of minus infinity, got {42: -inf}"),
-        ({"logit_bias": {"4": "high"}}, "['logit_bias'] must be a dict of finite numbers by token id"),
-        ({"temperature": torch.tensor(0.5)}, "must be a finite number, got tensor(0.5000); convert it with .tolist()"),
-        ({"return_logprob": True}, "'return_logprob' is no sampling parameter but an argument of generate"),
-        ({"rid": "a"}, "'rid' is no sampling parameter but an argument of generate: pass it as generate(..., rid=...)"),
-        ({"weight_version": 1}, "'weight_version' is no sampling parameter but an argument of generate"),
+        ({"top_k": 2**31}, "['top_k'] must be less than 2147483648, got 2147483648"),
+        ({"stop_token_ids": [-1]}, "['stop_token_ids'] must be greater than or equal to 0, got [-1]"),
+        ({"stop_regex": ["a", "("]}, "be a regular expression of Python (missing )"),
+        ({"stop_token_ids": "5"}, "['stop_token_ids'] must be a valid list, got '5'"),
+        ({"logit_bias": {42: float("-inf")}}, "['logit_bias'] must be a finite number, got {42: -inf}"),
+        ({"logit_bias": {"4": "high"}}, "['logit_bias'] must be a valid number"),
+        ({"stop_token_ids": torch.tensor([5])}, "must be a valid list, got tensor([5]); convert it with .tolist()"),
     ],
 )
 def test_sampling_params_that_no_server_accepts(params: Any, message: str) -> None:
@@ -467,8 +463,8 @@ def test_requests_are_converted(given: dict[str, Any], sent: dict[str, Any]) -> 
 
 #: Values that end the scheduler of SGLang 0.5.23, and lists whose length it does not check.
 ENDS_A_SERVER: list[tuple[dict[str, Any], str]] = [
-    ({"logprob_start_len": -5}, "logprob_start_len must be a whole number of at least -1"),
-    ({"top_logprobs_num": -1}, "top_logprobs_num must be a whole number of at least 0"),
+    ({"logprob_start_len": -5}, "logprob_start_len must be greater than or equal to -1"),
+    ({"top_logprobs_num": -1}, "top_logprobs_num must be greater than or equal to 0"),
     ({"top_logprobs_num": 321}, "top_logprobs_num is 321, but the model's vocabulary has 320 token ids"),
     ({"sampling_params": {"stop_token_ids": [320]}}, "token id 320, but the model's vocabulary ends at 319"),
     ({"custom_logit_processor": "abc"}, "custom_logit_processor must be the text that SGLang's"),
@@ -482,7 +478,7 @@ ENDS_A_SERVER: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a", "b"], "return_logprob": [True, False, True]}, "3 return_logprob for 2 prompts"),
     ({"prompt": ["a", "b"], "token_ids_logprob": [[1]]}, "1 token_ids_logprob for 2 prompts"),
     ({"prompt": ["a", "b"], "image_data": ["x"]}, "1 image_data for 2 prompts"),
-    ({"prompt": ["a", "b"], "logprob_start_len": [0, -2]}, "must be a whole number of at least -1"),
+    ({"prompt": ["a", "b"], "logprob_start_len": [0, -2]}, "be greater than or equal to -1"),
     ({"prompt": []}, "prompt is empty"),
 ]
 
@@ -507,12 +503,12 @@ def test_fields_that_end_a_server_or_use_earlier_weights_are_no_arguments(name: 
 
 
 def test_names_of_sampling_parameters_are_no_names_of_arguments() -> None:
-    assert not SAMPLING_PARAMS.keys() & {*REQUEST_FIELDS, *ROUTER_FIELDS}
+    assert not SamplingParams.model_fields.keys() & {*REQUEST_FIELDS, *ROUTER_FIELDS}
 
 
 def test_a_field_that_has_one_value_for_all_prompts_of_a_request() -> None:
     """A router takes a session id for each prompt, a server one for the whole request."""
-    with pytest.raises(BadInputError, match=r"session_id must be .* for the whole request, got \['s', 't'\]"):
+    with pytest.raises(BadInputError, match=r"session_id must be a valid string, got \['s', 't'\]"):
         _body(PromptLimits(), {"prompt": ["a", "b"], "session_id": ["s", "t"]})
 
 
@@ -580,30 +576,3 @@ def test_every_transport_is_listed() -> None:
     assert {name for name, receiver in receivers.items() if receiver and not inspect.isabstract(receiver)} == {
         *TRANSPORTS
     }
-
-
-@pytest.fixture
-def four_heads(tmp_path: Path) -> Path:
-    """The `config.json` of a model with 4 attention heads and 2 KV heads."""
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 100}))
-    return file
-
-
-@pytest.mark.parametrize("start", [ADAPTER, functools.partial(RolloutManager, 1)], ids=["adapter", "fleet"])
-def test_a_tp_size_that_the_model_cannot_have(start: Any, four_heads: Path) -> None:
-    """It is refused from the model's `config.json`, before a process is started."""
-    with pytest.raises(BadInputError, match=r"tp_size=3 cannot divide 4 attention heads.*; use tp_size=2\."):
-        start(model_path=str(four_heads.parent), tp_size=3)
-
-
-def test_models_and_arguments_for_which_the_number_of_ranks_is_not_checked(four_heads: Path) -> None:
-    arguments = {"model_path": str(four_heads.parent), "tp_size": 8}
-    with pytest.raises(BadInputError, match="tp_size=8 cannot divide 4 attention heads"):
-        require_divisible_model(arguments)
-    require_divisible_model({**arguments, "tp_size": 4})  # a GPU replicates KV heads
-    require_divisible_model({**arguments, "enable_dp_attention": True})
-    four_heads.write_text("{")
-    require_divisible_model(arguments)
-    four_heads.unlink()
-    require_divisible_model(arguments)

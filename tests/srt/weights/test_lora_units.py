@@ -188,7 +188,7 @@ def test_the_adapter_of_a_server_takes_pairs_of_name_and_tensor() -> None:
             server.adapter.load_lora_adapter("x", [1, 2], CONFIG)  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("lora_paths", ["/a/b", 5])
+@pytest.mark.parametrize("lora_paths", [5, {"/a/b"}])
 def test_lora_paths_of_a_wrong_type(lora_paths: Any) -> None:
     with pytest.raises(BadInputError, match="lora_paths must be a dict of folders by name, or a list of folders, got"):
         lora_paths_by_name(lora_paths)
@@ -270,7 +270,8 @@ def test_adapters_that_a_server_loads_at_its_start(config: Any, message: str | N
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     server_args = {"model_path": "a/model", "lora_paths": [f"a={tmp_path}", "b=/nowhere", "a/hub_name"]}
     if message is None:
-        assert validate_server_args(server_args)["lora_paths"] == server_args["lora_paths"]
+        paths = {"a": str(tmp_path), "b": "/nowhere", "a/hub_name": "a/hub_name"}
+        assert lora_paths_by_name(validate_server_args(server_args)["lora_paths"]) == paths
         return
     for lora_paths in (server_args["lora_paths"], f"a={tmp_path}", f'{{"lora_name": "a", "lora_path": "{tmp_path}"}}'):
         with pytest.raises(BadInputError, match=f"the LoRA adapter in {tmp_path}.*{message}"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,22 +35,16 @@ ADDITIONAL_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|
 """Tokens with which SGLang ends a generation if the tokenizer has added them."""
 
 
-def find_tokenizer_end_tokens(tokenizer_config: Mapping[str, Any]) -> frozenset[int]:
-    """The ids of the end tokens that `tokenizer_config.json` names. They may differ from those of the model."""
+def find_end_tokens(model_config: Json, generation_config: Json, tokenizer_config: Json) -> frozenset[int]:
+    """The ids of the end tokens that a model's configuration files name. Those of its tokenizer may differ."""
+    found: set[int] = set()
+    for config in (model_config, model_config.get("text_config") or {}, generation_config):
+        value = config.get("eos_token_id")
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
     token = tokenizer_config.get("eos_token")
     names = {token.get("content") if isinstance(token, dict) else token, *ADDITIONAL_END_TOKENS}
     added = tokenizer_config.get("added_tokens_decoder") or {}
-    return frozenset(int(token_id) for token_id, item in added.items() if item.get("content") in names)
-
-
-def find_end_tokens(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """The ids of the end tokens that `config.json` and `generation_config.json` of a model name."""
-    found: set[int] = set()
-    for config in configs:
-        for part in (config, config.get("text_config") or {}):
-            value = part.get("eos_token_id")
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return frozenset(found)
+    return frozenset(found).union(int(token_id) for token_id, item in added.items() if item.get("content") in names)
 
 
 def correct_aborts(replies: Sequence[Json], sampling_params: Any, end_tokens: Collection[int]) -> None:
@@ -153,8 +146,6 @@ MAX_LOGPROB = 1e-3
 MAX_SHOWN_BYTES = 200
 """Number of bytes that an error shows of a reply that SGLang does not send."""
 JSON_TYPE, HTML_TYPE = "application/json", "text/html"
-#: Field and problem in SGLang's message about a field of a wrong type, a printed list of pydantic's errors.
-_FIELD_PROBLEM = re.compile(r"""'loc': \('body', '(\w+)'[^)]*\), 'msg': (['"])(.*?)\2""")
 
 
 def parse_json_or_text(raw: bytes) -> Any:
@@ -207,36 +198,33 @@ def parse_event(data: bytes, url: str) -> Json:
     return parsed
 
 
-def require_generations(reply: Any, url: str) -> None:
-    """Raise ServerError unless the reply of `/generate` is a generation, or a list of them."""
-    if not all(map(_is_generation, reply if isinstance(reply, list) and reply else [reply])):
-        raise foreign_reply_error(url, orjson.dumps(reply))
-
-
 def _is_generation(item: Any) -> bool:
     return isinstance(item, dict) and isinstance(item.get("meta_info"), dict)
 
 
-def require_answers(reply: Any, body: Json, vocab_size: int | None, url: str) -> None:
-    """Raise ServerError unless the reply of `/generate` answers `body`: one consistent generation for each sample."""
-    require_generations(reply, url)
+def require_answers(reply: Any, body: Json, vocab_size: int | None, url: str) -> list[Json]:
+    """The generations in the reply of `/generate`. Raises ServerError unless it answers `body`: one consistent
+    generation for each sample."""
+    replies = reply if isinstance(reply, list) else [reply]
+    if not (replies and all(map(_is_generation, replies))):
+        raise foreign_reply_error(url, orjson.dumps(reply))
     prompts, params = body.get("input_ids") or body["text"], body.get("sampling_params") or {}
     is_batch = isinstance(prompts, list) and isinstance(prompts[0], (list, str))
     all_params = params if isinstance(params, list) else [params] * (len(prompts) if is_batch else 1)
     if any(each.get("beam_width") for each in all_params):  # one reply has the tokens of all beams
-        return
+        return replies
     samples = [each for each in all_params for _ in range(each.get("n") or 1)]
-    replies = reply if isinstance(reply, list) else [reply]
     if isinstance(reply, list) != (is_batch or len(samples) > 1) or len(replies) != len(samples):
         raise wrong_answer(url, f"{len(replies)} generations in a {type(reply).__name__} for {len(samples)} samples")
     rid = None if isinstance(reply, list) else body.get("rid")
     for each, sampling_params in zip(replies, samples, strict=True):
         require_answer(each, rid, sampling_params, vocab_size, url)
+    return replies
 
 
 def require_answer(reply: Json, rid: Any, params: Json, vocab_size: int | None, url: str, num_checked: int = 0) -> int:
-    """Raise ServerError for one generation, whole or so far, that contradicts itself or its request. Whatever is behind
-    the URL, no batch gets such tokens.
+    """Raise ServerError for one generation, whole or so far, that contradicts itself or its request, or with a log
+    probability that is NaN. Whatever is behind the URL, no batch gets such tokens.
 
     The first `num_checked` tokens are not checked. Returns the number of checked tokens. Takes 0.25 ms for 1,000.
     """
@@ -262,6 +250,7 @@ def require_answer(reply: Json, rid: Any, params: Json, vocab_size: int | None, 
         counts = [meta.get("completion_tokens", len(ids)), *([] if logprobs is None else [len(logprobs)])]
         if any(count != len(ids) for count in counts):
             raise wrong_answer(url, f"{len(ids)} tokens, but counts (completion_tokens, log probabilities) of {counts}")
+    require_logprobs(reply, num_checked)
     return len(ids) if logprobs is None else min(len(ids), len(logprobs))
 
 
@@ -279,19 +268,12 @@ def error_message(body: Any) -> str:
     return str(body).strip() or "(no message)"
 
 
-def _name_fields(message: str) -> str:
-    """SGLang's message about fields of a wrong type as `field: problem`, without the server's source lines."""
-    problems = dict.fromkeys(f"{field}: {problem}" for field, _, problem in _FIELD_PROBLEM.findall(message))
-    return "; ".join(problems) or message
-
-
 def error_from_reply(status: int, url: str, body: Any, is_optional: bool = False) -> VerlServerError:
     """The typed error for a reply whose HTTP status is not a success.
 
     `is_optional`: some supported versions of SGLang do not have the endpoint.
     """
-    # The pattern of the fields needs time that grows with the square of a message.
-    message = _name_fields(error_message(body)[: 4 * MAX_MESSAGE_CHARACTERS])[:MAX_MESSAGE_CHARACTERS]
+    message = error_message(body)[:MAX_MESSAGE_CHARACTERS]
     details: Json = {"status": status, "url": url, "body": message}
     if isinstance(body, dict) and body.get("success") is False:
         return ServerError(f"{url} reports failure: {message}", **details)
@@ -395,43 +377,36 @@ def require_success(reply: Any, url: str) -> Json:
     return reply if isinstance(reply, dict) else {"message": reply}
 
 
-def require_logprobs(reply: Any, num_checked: int = 0) -> int:
-    """Raise ServerError if a sampled token in a reply of `/generate` has no log probability: its logits were NaN.
+def require_logprobs(reply: Json, num_checked: int = 0) -> None:
+    """Raise ServerError if a sampled token in a generation has no log probability: its logits were NaN.
 
-    `reply` is a dict or a list of dicts. The first `num_checked` tokens are not checked. Returns the number of tokens
-    with log probabilities in the last dict. SGLang sends NaN as null, and no null or infinity for another reason.
+    The first `num_checked` tokens are not checked. SGLang sends NaN as null, and null for no other reason.
     """
-    entries: Sequence[Any] = ()
-    for item in reply if isinstance(reply, list) else (reply,):
-        entries = item.get("meta_info", {}).get("output_token_logprobs") or ()
-        for index in range(num_checked, len(entries)):
-            logprob = entries[index][0]
-            if logprob is None or logprob != logprob:
-                raise ServerError(
-                    f"the log probability of output token {index} is NaN: the model has computed NaN logits, and the "
-                    "token has no meaning. Look for NaN in the weights (update_weights_from_tensor with "
-                    "check_finite=True refuses them), for values that overflow in the server's dtype (bfloat16 instead "
-                    "of float16), or for a faulty kernel or device of the server",
-                    status=200,
-                    token_index=index,
-                )
-    return len(entries)
+    entries = reply["meta_info"].get("output_token_logprobs") or ()
+    for index in range(num_checked, len(entries)):
+        logprob = entries[index][0]
+        if logprob is None or logprob != logprob:
+            raise ServerError(
+                f"the log probability of output token {index} is NaN: the model has computed NaN logits, and the token "
+                "has no meaning. Look for NaN in the weights (update_weights_from_tensor with check_finite=True "
+                "refuses them), for values that overflow in the server's dtype (bfloat16 instead of float16), or for a "
+                "faulty kernel or device of the server",
+                status=200,
+                token_index=index,
+            )
 
 
-def convert_weight_versions(reply: Any) -> Any:
-    """Replace SGLang's string labels by ints, in place, in a reply of `/generate`: a dict or a list of dicts.
+def convert_weight_versions(reply: Json) -> Json:
+    """Replace SGLang's string labels by ints, in place, in one generation.
 
     `meta_info["weight_version"]` is the version that made the last token. `meta_info["weight_versions"]` is a list of
     `{"version", "start", "end"}` over the output tokens; SGLang sends it with the last event of a stream only.
     """
-    for item in reply if isinstance(reply, list) else (reply,):
-        meta_info = item.get("meta_info")
-        if meta_info is None:
-            continue
-        if "weight_version" in meta_info:
-            meta_info["weight_version"] = parse_weight_version(meta_info["weight_version"])
-        for span in meta_info.get("weight_versions") or ():
-            span["version"] = parse_weight_version(span["version"])
+    meta_info = reply["meta_info"]
+    if "weight_version" in meta_info:
+        meta_info["weight_version"] = parse_weight_version(meta_info["weight_version"])
+    for span in meta_info.get("weight_versions") or ():
+        span["version"] = parse_weight_version(span["version"])
     return reply
 
 
@@ -447,7 +422,7 @@ def prompt_limits(
     return PromptLimits(
         vocab_size=text_config.get("vocab_size"),
         max_prompt_tokens=None if shortest_refused is None else shortest_refused - 1,
-        end_tokens=find_end_tokens(model_config, generation_config) | find_tokenizer_end_tokens(tokenizer_config),
+        end_tokens=find_end_tokens(model_config, generation_config, tokenizer_config),
     )
 
 

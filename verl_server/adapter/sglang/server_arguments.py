@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from verl_server.adapter.model_files import ModelFacts, check_lora_paths, find_model_file, read_facts, read_model_config
+from verl_server.adapter.model_files import (
+    ModelFacts,
+    check_lora_paths,
+    find_model_file,
+    parse_lora_paths,
+    read_model_config,
+)
 from verl_server.adapter.server_engine import (
     SECRET_ARGUMENTS,
     ServerEngine,
@@ -25,10 +30,7 @@ from verl_server.server.environment import EngineProfile
 from verl_server.server.launch import LaunchedServer, launch_server
 from verl_server.server.process import AbortCheck, never_abort
 from verl_server.types import Json
-from verl_server.validation import (
-    is_list,
-    to_plain,
-)
+from verl_server.validation import to_plain
 
 #: Lowest and highest supported version. `verl-server doctor` warns about other versions, which may work too.
 SUPPORTED_VERSIONS = ("0.5.15", "0.5.23")
@@ -37,33 +39,6 @@ TESTED_VERSION = "0.5.23"
 
 # -- Tensor parallel --------------------------------------------------------------------------------
 # Which numbers of tensor parallel ranks divide a model in SGLang.
-
-#: Server arguments with which attention is divided by another number than `tp_size`, or by sizes that are not those of
-#: the model's own `config.json`.
-UNCHECKED_WITH = (
-    "enable_dp_attention", "attn_dp_size", "attn_cp_size", "dcp_size", "json_model_override_args", "revision",
-)  # fmt: skip
-
-
-def require_divisible_model(server_args: Mapping[str, Any]) -> None:
-    """Raise BadInputError when `tp_size` ranks can divide the attention heads neither on a CPU nor on an accelerator.
-
-    Reads the model's `config.json` only. A model whose configuration is not on this machine is not checked.
-    """
-    tp = server_args.get("tp_size") or 1
-    is_cpu_engine = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"  # SGLang's own, which has other rules
-    if tp == 1 or is_cpu_engine or any(server_args.get(name) for name in UNCHECKED_WITH):
-        return
-    try:
-        facts = read_facts(read_model_config(str(server_args["model_path"])))
-    except (OSError, ValueError, TypeError, AttributeError):
-        return  # the server reports what is wrong with the file
-    if indivisible := _indivisible_heads(facts, tp, on_cpu=False):
-        choices = " or ".join(map(str, tp_choices(facts, tp, on_cpu=True)))
-        raise BadInputError(
-            f"tp_size={tp} cannot divide {', '.join(indivisible)} of the model {server_args['model_path']}; "
-            f"use tp_size={choices}. VerlEngine sets tp_size to the number of its trainer ranks unless tp_size is given"
-        )
 
 
 def tp_choices(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[int]:
@@ -132,7 +107,7 @@ def complete_server_args(server_args: Mapping[str, Any]) -> Json:
     appended to `custom_weight_loader`. Names must be fields of SGLang's `ServerArgs`; command-line short forms such
     as `tp` are not translated. Raises BadInputError.
     """
-    args = with_address_and_keys(validate_launch_args(server_args))
+    args = with_address_and_keys(validate_server_args(server_args))
     version = args.get("weight_version")
     args["weight_version"] = FIRST_WEIGHT_VERSION if version is None else str(version)
     loaders = args.get("custom_weight_loader") or []
@@ -172,13 +147,6 @@ def validate_fleet_args(server_args: Mapping[str, Any]) -> Json:
     return args
 
 
-def validate_launch_args(server_args: Mapping[str, Any]) -> Json:
-    """`validate_server_args` for a server that will be started. Also refuses a `tp_size` that the model cannot have."""
-    args = validate_server_args(server_args)
-    require_divisible_model(args)
-    return args
-
-
 def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     """Return a copy of `server_args` that can travel to the server process as JSON.
 
@@ -205,13 +173,9 @@ def with_absolute_paths(server_args: Mapping[str, Any]) -> Json:
         args[name] = _absolute_path(args[name], os.path.isfile if name.endswith("_template") else os.path.exists)
     for name in args.keys() & set(WRITTEN_FOLDERS):
         args[name] = _absolute_path(args[name], bool)
-    lora_paths = args.get("lora_paths")
-    if isinstance(lora_paths, str):  # `--lora-paths a=/x` is a list with one item, as on SGLang's own command line
-        lora_paths = [lora_paths]
-    if isinstance(lora_paths, Mapping):
-        args["lora_paths"] = {name: _absolute_path(path) for name, path in lora_paths.items()}
-    elif is_list(lora_paths):
-        args["lora_paths"] = [_absolute_lora_path(item) for item in lora_paths]
+    if (lora_paths := args.get("lora_paths")) is not None:
+        items = parse_lora_paths(lora_paths)
+        args["lora_paths"] = [{**item, "lora_path": _absolute_path(item.get("lora_path"))} for item in items]
     return args
 
 
@@ -224,21 +188,6 @@ def _absolute_path(path: Any, is_path: Callable[[str], bool] = os.path.exists) -
         return path
     expanded = os.path.expanduser(path)
     return str(Path(expanded).absolute()) if is_path(expanded) else path
-
-
-def _absolute_lora_path(item: Any) -> Any:
-    """One item of a list of `lora_paths`: `path`, `name=path`, a dict or the JSON text of a dict.
-
-    A path without a name is its own name.
-    """
-    if isinstance(item, str) and item.startswith("{"):
-        with contextlib.suppress(ValueError):  # SGLang's parser refuses it, as it refuses a dict with other names
-            item = parsed if "lora_path" in (parsed := json.loads(item)) else item
-    if isinstance(item, Mapping):
-        return {**item, "lora_path": _absolute_path(item.get("lora_path"))}
-    name, _, path = str(item).partition("=")
-    absolute = _absolute_path(path or name)
-    return item if absolute == (path or name) else f"{name}={absolute}"
 
 
 def require_generating_server(server_args: Mapping[str, Any]) -> None:
@@ -284,26 +233,14 @@ def require_lora(server_args: Mapping[str, Any]) -> None:
 # -- Pushable ---------------------------------------------------------------------------------------
 # Servers whose weights cannot be replaced by pushed tensors. They are refused by name before anything starts.
 
-QUANTIZATION_ARGUMENTS = ("quantization", "torchao_config", "modelopt_quant")
-NO_QUANTIZATION = (None, "", "unquant")
-"""Values of these arguments that quantize nothing."""
-QUANTIZED_FORMATS = frozenset({"bitsandbytes", "gguf"})
-"""Values of `load_format` for quantized checkpoints. A model whose name ends with `.gguf` also is one."""
 QUANTIZATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
 """Files with which ModelOpt and ModelSlim describe a quantized checkpoint outside of its `config.json`."""
 EXTERNAL_KV_STORES = (
     "hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
 )  # fmt: skip
 """Arguments that keep the KV cache outside of the server's process, where `flush_cache` does not remove it."""
-EXTERNAL_RADIX_CACHES = frozenset({"flexkv", "lmcache"})
-"""Values of `radix_cache_backend` that keep the KV cache outside of the server's process."""
-ALGORITHMS_WITHOUT_DRAFT_MODEL = frozenset({"NGRAM"})
-
-
 PACKED_EXPERTS = ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm")
 """Values of `moe_runner_backend` whose kernels read the experts' weights in another order than the checkpoint's."""
-
-
 INTERLEAVED_EXPERTS = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 """Variable with which each end of an update session changes the order of the rows of experts, written or not."""
 
@@ -342,45 +279,34 @@ def require_unpacked_experts(resolved_args: Mapping[str, Any]) -> None:
 
 def _reason(server_args: Mapping[str, Any], env: Mapping[str, str]) -> str | None:
     """What makes pushed weights impossible, and what to use instead. None: nothing."""
-    if (pp_size := server_args.get("pp_size") or 1) > 1:
-        return f"pp_size={pp_size} pipeline stages: use tp_size instead"
-    if (dp_size := server_args.get("dp_size") or 1) > 1 and not server_args.get("enable_dp_attention"):
-        return f"dp_size={dp_size} data parallel copies: use that many replicas, or enable_dp_attention"
-    algorithm = server_args.get("speculative_algorithm")
-    if algorithm is not None and str(algorithm).upper() not in ALGORITHMS_WITHOUT_DRAFT_MODEL:
-        return f"speculative_algorithm={algorithm!r}, which has a draft model: leave it out, or use 'NGRAM'"
-    if (mode := server_args.get("weight_cache_mode") or "off") != "off":
-        return f"weight_cache_mode={mode!r}, whose servers map the same weights: leave it out"
+    get, unquantized = server_args.get, "serve an unquantized checkpoint, for example bfloat16"
+    store = "its external store keeps the KV cache of earlier weights: leave it out"
+    has_copies = (get("dp_size") or 1) > 1 and not get("enable_dp_attention")
+    refused = (
+        ("pp_size", (get("pp_size") or 1) > 1, "use tp_size instead of pipeline stages"),
+        ("dp_size", has_copies, "use that many replicas instead of data parallel copies, or enable_dp_attention"),
+        (
+            "speculative_algorithm",
+            str(get("speculative_algorithm") or "NGRAM").upper() != "NGRAM",
+            "it has a draft model: leave it out, or use 'NGRAM'",
+        ),
+        ("weight_cache_mode", (get("weight_cache_mode") or "off") != "off", "servers share its weights: leave it out"),
+        ("language_only", bool(get("language_only")), "other servers encode its images: leave it out"),
+        *((name, bool(get(name)), store) for name in EXTERNAL_KV_STORES),
+        ("radix_cache_backend", str(get("radix_cache_backend")).lower() in ("flexkv", "lmcache"), store),
+        *(
+            (name, get(name) not in (None, "", "unquant"), "serve the model without quantization")
+            for name in ("quantization", "torchao_config", "modelopt_quant")
+        ),
+        ("load_format", get("load_format") in ("bitsandbytes", "gguf"), f"a quantized checkpoint: {unquantized}"),
+        ("model_path", str(get("model_path")).endswith(".gguf"), f"a quantized checkpoint: {unquantized}"),
+    )
+    for name, is_refused, cure in refused:
+        if is_refused:
+            return f"{name}={server_args[name]!r}: {cure}"
     if env.get(INTERLEAVED_EXPERTS, "").lower() in ("1", "true", "yes", "y"):
         return f"the environment variable {INTERLEAVED_EXPERTS}={env[INTERLEAVED_EXPERTS]}: remove it"
-    if server_args.get("language_only"):
-        return "language_only=True, whose images other servers encode: leave it out"
-    return _external_kv_store(server_args) or _quantization(server_args)
-
-
-def _external_kv_store(server_args: Mapping[str, Any]) -> str | None:
-    """The argument that makes the server keep its KV cache outside of its process, and what to do. None: nothing."""
-    names = [name for name in EXTERNAL_KV_STORES if server_args.get(name)]
-    if str(server_args.get("radix_cache_backend")).lower() in EXTERNAL_RADIX_CACHES:
-        names.append("radix_cache_backend")
-    if not names:
-        return None
-    return (
-        f"{names[0]}={server_args[names[0]]!r}: its external store keeps the KV cache of earlier weights: leave it out"
-    )
-
-
-def _quantization(server_args: Mapping[str, Any]) -> str | None:
-    """What makes the served model a quantized model, and what to use instead. None: nothing."""
-    for name in QUANTIZATION_ARGUMENTS:
-        if server_args.get(name) not in NO_QUANTIZATION:
-            return f"{name}={server_args[name]!r}: serve the model without quantization"
-    unquantized = "serve an unquantized checkpoint, for example bfloat16"
-    load_format, model_path = server_args.get("load_format"), str(server_args.get("model_path") or "")
-    if load_format in QUANTIZED_FORMATS:
-        return f"load_format={load_format!r}, a quantized checkpoint: {unquantized}"
-    if PurePath(model_path).suffix == ".gguf":
-        return f"model_path={model_path!r}, a quantized checkpoint: {unquantized}"
+    model_path = str(get("model_path") or "")
     config = {**(read_model_config(model_path) if model_path else {}), **_config_overrides(server_args)}
     if quantization := config.get("quantization_config") or config.get("compression_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
@@ -460,6 +386,5 @@ SGLANG_ENGINE = ServerEngine(
     validate_fleet_args=validate_fleet_args,
     add_fleet_defaults=add_fleet_defaults,
     require_pushable=require_pushable,
-    require_divisible_model=require_divisible_model,
     place_on_devices=_place_on_devices,
 )

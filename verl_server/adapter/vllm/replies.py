@@ -32,13 +32,25 @@ def parse_generation(reply: Json, *, return_logprob: bool = False, top_logprobs_
 def parse_generations(reply: Json, *, return_logprob: bool = False, top_logprobs_num: int = 0) -> list[Json]:
     """`parse_generation` for each of the `n` generations of a request."""
     try:
-        usage, rid = reply["usage"], str(reply["request_id"]).removeprefix(RETURNED_ID_PREFIX)
+        usage = reply["usage"]
+        meta = {
+            "id": str(reply["request_id"]).removeprefix(RETURNED_ID_PREFIX),
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": _cached_tokens(usage),
+        }
         choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
         if not choices:
             raise ServerError("vLLM's reply has no generation")
-        return [_parse_choice(choice, usage, rid, return_logprob, top_logprobs_num) for choice in choices]
+        return [
+            _parse_choice(each, meta, len(each["token_ids"]), each["token_ids"], return_logprob, top_logprobs_num)
+            for each in choices
+        ]
     except (KeyError, TypeError, AttributeError) as error:
         raise ServerError(f"the reply does not have vLLM's form: {type(error).__name__}: {error}") from error
+
+
+def _cached_tokens(usage: Json) -> int:
+    return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
 def without_tokens(reply: Json) -> Json:
@@ -57,17 +69,19 @@ def without_tokens(reply: Json) -> Json:
     return {**reply, "choices": choices}
 
 
-def _parse_choice(choice: Json, usage: Json, rid: str, return_logprob: bool, top_logprobs_num: int) -> Json:
+def _parse_choice(
+    choice: Json, meta: Json, num_tokens: int, last_ids: Sequence[int], return_logprob: bool, top_logprobs_num: int
+) -> Json:
+    """A generation, or the part of it that one event of a stream has, with the values of `meta`.
+
+    `num_tokens`: number of tokens so far. `last_ids`: the last tokens so far.
+    """
     output_ids = list(choice["token_ids"])
+    reason = parse_finish_reason({**choice, "token_ids": last_ids}, num_tokens)
+    meta = {**meta, "finish_reason": reason, "completion_tokens": num_tokens}
     spans = parse_spans(choice.get("weight_versions") or ())
-    meta: Json = {
-        "id": rid,
-        "finish_reason": parse_finish_reason(choice, len(output_ids)),
-        "prompt_tokens": usage["prompt_tokens"],
-        "completion_tokens": len(output_ids),
-        "cached_tokens": int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
-        "weight_versions": spans,
-    }
+    if spans or reason is not None:
+        meta["weight_versions"] = spans
     if spans:
         meta["weight_version"] = spans[-1]["version"]
     if return_logprob:
@@ -150,7 +164,7 @@ class StreamedGeneration:
         self._rid, self._num_prompt_tokens = rid, num_prompt_tokens
         self._return_logprob, self._top_logprobs_num = return_logprob, top_logprobs_num
         self._num_tokens: dict[int, int] = {}
-        self._last_tokens: dict[int, int] = {}
+        self._last_ids: dict[int, list[int]] = {}
         self._last_events: list[Json] = []
 
     def add(self, chunk: Any, weight_version: int) -> Iterator[Json]:
@@ -173,33 +187,23 @@ class StreamedGeneration:
             raise ServerError(f"the stream does not have vLLM's form: {type(error).__name__}: {error}") from error
 
     def _event(self, choice: Json, weight_version: int) -> Json:
-        index, new_ids = int(choice["index"]), list(choice["token_ids"])
+        index, new_ids = int(choice["index"]), choice["token_ids"]
         count = self._num_tokens[index] = self._num_tokens.get(index, 0) + len(new_ids)
         if new_ids:
-            self._last_tokens[index] = new_ids[-1]
-        last = [self._last_tokens[index]] if index in self._last_tokens else []
-        meta: Json = {
+            self._last_ids[index] = new_ids[-1:]
+        meta = {
             "id": self._rid,
-            "finish_reason": parse_finish_reason({**choice, "token_ids": last}, count),
             "prompt_tokens": self._num_prompt_tokens,
-            "completion_tokens": count,
             "cached_tokens": 0,
             "weight_version": weight_version,
         }
-        if choice.get("weight_versions"):
-            meta["weight_versions"] = spans = parse_spans(choice["weight_versions"])
-            meta["weight_version"] = spans[-1]["version"]
-        elif meta["finish_reason"] is not None:
-            meta["weight_versions"] = []
-        if self._return_logprob:
-            meta |= parse_logprobs(choice, new_ids, self._top_logprobs_num)
-        event: Json = {"index": index, "output_ids": new_ids, "meta_info": meta}
-        return {**event, "text": choice["text"]} if "text" in choice else event
+        last_ids = self._last_ids.get(index, [])
+        event = _parse_choice(choice, meta, count, last_ids, self._return_logprob, self._top_logprobs_num)
+        return {"index": index, **event}
 
     def _finished(self, usage: Json) -> Iterator[Json]:
         """The last event of each generation, with the number of cached tokens."""
-        cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         events, self._last_events = self._last_events, []
         for event in events:
-            event["meta_info"]["cached_tokens"] = cached
+            event["meta_info"]["cached_tokens"] = _cached_tokens(usage)
             yield event

@@ -7,10 +7,10 @@ import hashlib
 import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verl_server.adapter.sglang.replies import DEFAULT_MAX_NEW_TOKENS
+from verl_server.adapter.sglang.replies import DEFAULT_MAX_NEW_TOKENS, Endpoint
 from verl_server.adapter.sglang.requests import (
     PromptLimits,
     check_lengths,
@@ -19,10 +19,9 @@ from verl_server.adapter.sglang.requests import (
     parse_sampling_params,
     weight_version_label,
 )
-from verl_server.config import MemoryTag, PauseMode
-from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.config import PauseMode
+from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import is_whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +43,7 @@ REQUEST_FIELDS = frozenset({
     *IGNORED_FIELDS,
 })  # fmt: skip
 #: SGLang's sampling parameters and vLLM's names of the same parameters.
-_SAMPLING_NAMES: Mapping[str, str] = {
+SAMPLING_NAMES: Mapping[str, str] = {
     "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed",
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "stop": "stop",
     "stop_token_ids": "stop_token_ids", "ignore_eos": "ignore_eos", "n": "n", "logit_bias": "logit_bias",
@@ -53,7 +52,7 @@ _SAMPLING_NAMES: Mapping[str, str] = {
     "spaces_between_special_tokens": "spaces_between_special_tokens", "stream_interval": "stream_interval",
 }  # fmt: skip
 #: Constraints of SGLang's output grammar, and vLLM's names in `structured_outputs`.
-_GRAMMARS: Mapping[str, str] = {
+GRAMMARS: Mapping[str, str] = {
     "json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag",
 }  # fmt: skip
 
@@ -69,14 +68,14 @@ def to_sampling_params(params: Any) -> Json:
     for name, value in parse_sampling_params({} if params is None else params).items():
         if name == "max_new_tokens" and value is None:
             del sent["max_tokens"]
-        if name not in _SAMPLING_NAMES and name not in _GRAMMARS:
+        if name not in SAMPLING_NAMES and name not in GRAMMARS:
             raise BadInputError(f"there is no sampling parameter {name!r} for vLLM, which would ignore it silently")
         if value is None:
             continue
-        if name in _GRAMMARS:
-            grammars[_GRAMMARS[name]] = value
+        if name in GRAMMARS:
+            grammars[GRAMMARS[name]] = value
         else:
-            sent[_SAMPLING_NAMES[name]] = value
+            sent[SAMPLING_NAMES[name]] = value
     if 0 < sent.get("temperature", 0) < MIN_TEMPERATURE:
         raise BadInputError(
             f"sampling_params['temperature'] must be 0 or at least {MIN_TEMPERATURE} with vLLM, which would replace "
@@ -92,9 +91,9 @@ def to_sampling_params(params: Any) -> Json:
 # -- Payloads ---------------------------------------------------------------------------------------
 
 RETURNED_ID_PREFIX = "generate-tokens-"
-"""vLLM puts this before the id of a generation, and aborts generations by this longer id only."""
+"""vLLM puts this before the id of a generation in its reply, and aborts generations by this longer id only."""
 MAX_LOGPROBS = 20
-"""Maximum of `top_logprobs_num`. Servers of this library accept one more (`vllm_server/start.py`)."""
+"""vLLM's own maximum of most probable tokens. Servers of this library accept one more (`vllm_server/start.py`)."""
 #: Pause modes of this library (SGLang's) and vLLM's: requests are held and computed again, held with their KV cache, or
 #: ended.
 _PAUSE_QUERIES = {
@@ -138,12 +137,10 @@ def generate_payload(
         if not lora:
             raise BadInputError("lora_path must be the name of a loaded LoRA adapter, got an empty one")
         body["model"] = lora
-    if (salt := _salt(fields)) is not None:
-        body["cache_salt"] = salt
-    if fields.get("priority") is not None:
-        if not is_whole_number(fields["priority"]):
-            raise BadInputError(f"priority must be a whole number, got {fields['priority']!r}")
-        body["priority"] = int(fields["priority"])
+    if salt := "\n".join(fields[name] for name in ("cache_salt", "extra_key") if fields.get(name)):
+        body["cache_salt"] = salt  # the text that separates prefixes in the cache; SGLang also calls it `extra_key`
+    if "priority" in fields:
+        body["priority"] = fields["priority"]
     return body
 
 
@@ -181,36 +178,18 @@ def _num_logprobs(fields: Mapping[str, Any]) -> int | None:
     return top + 1 if top else 0
 
 
-def _salt(fields: Mapping[str, Any]) -> str | None:
-    """The text that separates prefixes in the cache. SGLang also calls it `extra_key`."""
-    salts = [value for name in ("cache_salt", "extra_key") if (value := fields.get(name)) not in (None, "")]
-    if not all(isinstance(salt, str) for salt in salts):
-        raise BadInputError(f"cache_salt and extra_key must be strings, got {salts!r}")
-    return "\n".join(salts) or None
-
-
 def abort_payload(rids: Collection[str]) -> Json:
-    """The body that aborts these generations, by the ids of their requests."""
-    if not rids or not all(isinstance(rid, str) and rid for rid in rids):
-        raise BadInputError("abort needs non-empty ids: vLLM would abort all requests for an empty list")
+    """The body that aborts these generations, by the ids of their requests. vLLM aborts all of them for no ids."""
     return {"request_ids": [RETURNED_ID_PREFIX + rid for rid in rids]}
 
 
 def pause_query(mode: str) -> str:
     """The query of `/pause`. vLLM takes it from the URL, and its default would abort all requests."""
-    try:
-        return _PAUSE_QUERIES[PauseMode(mode)]
-    except (ValueError, KeyError):
-        raise BadInputError(
-            f"pause mode must be one of {[each.value for each in _PAUSE_QUERIES]} for one server, got {mode!r}"
-        ) from None
+    return _PAUSE_QUERIES[PauseMode(mode)]
 
 
 def update_payload(message: Json) -> Json:
     """The body of `/update_weights` for the message of a weight transport (`Sender.loader_message`)."""
-    missing = {"transport", "update_id", "verify"} - message.keys()
-    if missing:
-        raise BadInputError(f"the message of an update needs {sorted(missing)}")
     return {"update_info": {"message": message}}
 
 
@@ -223,18 +202,9 @@ def weight_version_payload(weight_version: int) -> Json:
 
 
 def memory_payload(method: str, tags: Collection[str]) -> Json:
-    """The body of `/collective_rpc` that releases or resumes memory of a server on a CPU. `method`: see
-    `MEMORY_METHODS`."""
-    if method not in MEMORY_METHODS:
-        raise BadInputError(f"method must be one of {sorted(MEMORY_METHODS)}, got {method!r}")
-    supported = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)
-    if unsupported := sorted(set(tags) - set(supported)):
-        raise UnsupportedError(f"vLLM has no memory {', '.join(unsupported)}; its memory is {', '.join(supported)}")
-    return {"method": MEMORY_METHODS[method], "args": [json.dumps(sorted(tags))]}
-
-
-#: Methods of `vllm_server/weights.py`.
-MEMORY_METHODS = {"release": "verl_server_release_memory", "resume": "verl_server_resume_memory"}
+    """The body of `/collective_rpc` that releases or resumes memory. `method` ("release" or "resume") is one of
+    `vllm_server/weights.py`."""
+    return {"method": f"verl_server_{method}_memory", "args": [json.dumps(sorted(tags))]}
 
 
 # -- Endpoints --------------------------------------------------------------------------------------
@@ -243,43 +213,35 @@ MEMORY_METHODS = {"release": "verl_server_release_memory", "resume": "verl_serve
 # The keys are checked by our own `vllm_server/start.py`: vLLM's key would protect a few of the routes only.
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """One HTTP route of the server."""
+_admin = partial(Endpoint, needs_admin_key=True)
 
-    path: str
-    method: str = "POST"
-    needs_admin_key: bool = True
-    """Whether the API key does not suffice."""
-
-
-GENERATE = Endpoint("/inference/v1/generate", needs_admin_key=False)
-ABORT = Endpoint("/inference/v1/abort_requests", needs_admin_key=False)
+GENERATE = Endpoint("/inference/v1/generate")
+ABORT = Endpoint("/inference/v1/abort_requests")
 #: Development route: an empty body aborts the requests of all routes.
-ABORT_ALL = Endpoint("/abort_requests")
-TOKENIZE = Endpoint("/tokenize")
-MODELS = Endpoint("/v1/models", method="GET", needs_admin_key=False)
-LOAD_LORA = Endpoint("/v1/load_lora_adapter")
-UNLOAD_LORA = Endpoint("/v1/unload_lora_adapter")
-PAUSE = Endpoint("/pause")
-RESUME = Endpoint("/resume")
-IS_PAUSED = Endpoint("/is_paused", method="GET")
-START_UPDATE = Endpoint("/start_weight_update")
-UPDATE_WEIGHTS = Endpoint("/update_weights")
-FINISH_UPDATE = Endpoint("/finish_weight_update")
-SET_WEIGHT_VERSION = Endpoint("/update_weight_version")
-WEIGHT_INFO = Endpoint("/weight_info", method="GET")
-RESET_PREFIX_CACHE = Endpoint("/reset_prefix_cache")
-RESET_ENCODER_CACHE = Endpoint("/reset_encoder_cache")
-SERVER_INFO = Endpoint("/server_info", method="GET")
-SLEEP = Endpoint("/sleep")
-WAKE_UP = Endpoint("/wake_up")
-WORKER_CALL = Endpoint("/collective_rpc")
-VERSION = Endpoint("/version", method="GET")
-OPENAPI = Endpoint("/openapi.json", method="GET")
+ABORT_ALL = _admin("/abort_requests")
+TOKENIZE = _admin("/tokenize")
+MODELS = Endpoint("/v1/models", method="GET")
+LOAD_LORA = _admin("/v1/load_lora_adapter")
+UNLOAD_LORA = _admin("/v1/unload_lora_adapter")
+PAUSE = _admin("/pause")
+RESUME = _admin("/resume")
+IS_PAUSED = _admin("/is_paused", method="GET")
+START_UPDATE = _admin("/start_weight_update")
+UPDATE_WEIGHTS = _admin("/update_weights")
+FINISH_UPDATE = _admin("/finish_weight_update")
+SET_WEIGHT_VERSION = _admin("/update_weight_version")
+WEIGHT_INFO = _admin("/weight_info", method="GET")
+RESET_PREFIX_CACHE = _admin("/reset_prefix_cache")
+RESET_ENCODER_CACHE = _admin("/reset_encoder_cache")
+SERVER_INFO = _admin("/server_info", method="GET")
+SLEEP = _admin("/sleep")
+WAKE_UP = _admin("/wake_up")
+WORKER_CALL = _admin("/collective_rpc")
+VERSION = _admin("/version", method="GET")
+OPENAPI = _admin("/openapi.json", method="GET")
 #: Open routes. `/health` answers 200 as soon as the engine has loaded, and also while generation is paused.
-HEALTH = Endpoint("/health", method="GET", needs_admin_key=False)
-METRICS = Endpoint("/metrics", method="GET", needs_admin_key=False)
+HEALTH = Endpoint("/health", method="GET")
+METRICS = Endpoint("/metrics", method="GET")
 
 
 # -- Lora -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_server.adapter.model_files import read_facts, read_model_config
+from verl_server.adapter.model_files import read_model_config
 from verl_server.adapter.server_engine import (
     SECRET_ARGUMENTS,
     ServerEngine,
@@ -35,6 +35,7 @@ PLAIN_NAMES: Mapping[str, str] = {
     "max_loras_per_batch": "max_loras", "max_loaded_loras": "max_cpu_loras",
     "mem_fraction_static": "gpu_memory_utilization", "max_prefill_tokens": "max_num_batched_tokens",
 }  # fmt: skip
+_COMMON_NAMES: Mapping[str, str] = {theirs: ours for ours, theirs in PLAIN_NAMES.items()}
 #: Options of vLLM's command line (0.32.0) that are passed on, by the names of `vllm serve` with underscores. All others
 #: are refused: they do not fit one supervised server, open files to requests, or were not tried with pushed weights,
 #: for example a cache outside the server, or experts that move between ranks.
@@ -78,8 +79,7 @@ def validate_server_args(server_args: Mapping[str, Any]) -> Json:
     refused, for an argument that is given twice, and for what no server can have (`require_common_args`). vLLM's own
     parser refuses wrong values when the server starts.
     """
-    names = {theirs: ours for ours, theirs in PLAIN_NAMES.items()}
-    args = with_checked_numbers(_rename(to_plain(server_args), names))
+    args = with_checked_numbers(_rename(to_plain(server_args), _COMMON_NAMES))
     require_common_args(args)
     if os.path.exists(path := os.path.expanduser(args["model_path"])):  # else its name on a hub
         args["model_path"] = str(Path(path).absolute())
@@ -94,7 +94,7 @@ def validate_fleet_args(server_args: Mapping[str, Any]) -> Json:
 
 def with_common_names(server_args: Mapping[str, Any]) -> Json:
     """A copy with SGLang's names where both engines have the argument. An argument that is given twice is kept."""
-    names = {theirs: ours for ours, theirs in PLAIN_NAMES.items() if ours not in server_args}
+    names = {theirs: ours for theirs, ours in _COMMON_NAMES.items() if ours not in server_args}
     return {names.get(name, name): value for name, value in server_args.items()}
 
 
@@ -109,20 +109,6 @@ def require_pushable(server_args: Mapping[str, Any], _env: Mapping[str, str] | N
     if config.get("quantization_config") or config.get("compression_config"):
         raise UnsupportedError(
             "weights cannot be pushed into a server of a quantized checkpoint: serve an unquantized checkpoint"
-        )
-
-
-def require_divisible_model(server_args: Mapping[str, Any]) -> None:
-    """Raise BadInputError if `tp_size` does not divide the model's attention heads, which ends vLLM at its start."""
-    tp_size = int(server_args.get("tp_size") or 1)
-    try:
-        heads = read_facts(read_model_config(str(server_args["model_path"]))).heads
-    except (OSError, ValueError, TypeError, AttributeError):
-        return  # the server reports what is wrong with the file
-    if heads % tp_size:
-        raise BadInputError(
-            f"tp_size={tp_size} cannot divide {heads} attention heads of the model {server_args['model_path']}",
-            argument="tp_size",
         )
 
 
@@ -185,11 +171,9 @@ def launch_vllm_server(
     """
     if config.router_ip is not None:
         raise BadInputError(NO_SGLANG_ROUTER)
-    require_divisible_model(validate_server_args(server_args))
     server = launch_server(complete_server_args(server_args), VLLM, config, env, check_abort)
-    names = {theirs: ours for ours, theirs in PLAIN_NAMES.items()}
-    args = {names.get(name, name): value for name, value in server.server_args.items()}
-    return replace(server, server_args={"tp_size": 1, **args, "custom_weight_loader": [WEIGHT_LOADER]})
+    args = {"tp_size": 1, **with_common_names(server.server_args), "custom_weight_loader": [WEIGHT_LOADER]}
+    return replace(server, server_args=args)
 
 
 def _add_fleet_defaults(server_args: Mapping[str, Any], has_sglang_router: bool) -> Json:
@@ -216,6 +200,5 @@ VLLM_ENGINE = ServerEngine(
     validate_fleet_args=validate_fleet_args,
     add_fleet_defaults=_add_fleet_defaults,
     require_pushable=require_pushable,
-    require_divisible_model=require_divisible_model,
     place_on_devices=_place_on_devices,
 )

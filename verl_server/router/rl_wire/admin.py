@@ -6,8 +6,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Collection, Coroutine, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from aiohttp import web
 
@@ -37,8 +36,6 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "/load_lora_adapter": ("lora_name", "lora_path", "load_inplace", "is_3d_lora_weight"),
     "/unload_lora_adapter": ("lora_name", "lora_int_id"),
 }  # fmt: skip
-_QUERY_PATH = "/pause"
-"""The route whose fields may be parameters of the query, as in vLLM."""
 
 
 class AdminRoutes:
@@ -137,16 +134,12 @@ def _key_of(path: str, arguments: Json) -> str:
 
 def _read_arguments(request: web.BaseRequest, path: str, body: Json) -> Json:
     """The arguments of a request, from its query and its body. Raises BadInputError for unknown and repeated ones."""
-    fields, query = _FIELDS[path], request.query
-    for name in (*query, *body):
-        known = fields if name in body or path == _QUERY_PATH else ()
-        if name in fields and name not in known:
-            raise BadInputError(f"pass {name} in the JSON body of {path}, not in the query")
-        if name not in known:
-            raise BadInputError(f"{path} has no argument {name!r:.100}{did_you_mean(name, fields)}")
-        if len(query.getall(name, [])) + (name in body) > 1:
+    for name in (*request.query, *body):
+        if name not in _FIELDS[path]:
+            raise BadInputError(f"{path} has no argument {name!r:.100}{did_you_mean(name, _FIELDS[path])}")
+        if len(request.query.getall(name, [])) + (name in body) > 1:
             raise BadInputError(f"{name} was passed more than once; pass it in the query or in the body")
-    return {**query, **body}
+    return {**request.query, **body}
 
 
 def _check_load(arguments: Json, base_names: Collection[str]) -> None:
@@ -177,48 +170,34 @@ def _log_end(path: str, arguments: Json, started_at: float, task: asyncio.Task[J
 
 
 async def _run(control: ReplicaControl, path: str, arguments: Json) -> Json:
+    """Do what a request asks for. The result is the reply, in vLLM's and prime-rl's form."""
+    get = arguments.get
     try:
-        return await _operation(control, path, arguments)
+        match path:
+            case "/pause":
+                await control.pause(get("mode", "abort"))
+                return {"status": "paused"}
+            case "/resume":
+                await control.resume()
+                return {"status": "resumed"}
+            case "/update_weights":
+                version = await control.update_weights(get("weight_dir"), get("weight_version"))
+                return {"status": "ok", "weight_version": version}
+            case "/load_lora_adapter":
+                await control.load_lora_adapter(get("lora_name"), get("lora_path"))
+                return {"status": "ok"}
+            case _:
+                await control.unload_lora_adapter(get("lora_name"))
+                return {"status": "ok"}
     except VerlServerError as error:
-        if error.details.get("status") in (401, 403):
-            raise _replica_key_error(error) from error
-        raise
-
-
-def _operation(control: ReplicaControl, path: str, arguments: Json) -> Coroutine[Any, Any, Json]:
-    """The operation of a request. Its result is the reply, in vLLM's and prime-rl's form."""
-    match path:
-        case "/pause":
-            return _answer(control.pause(arguments.get("mode", "abort")), {"status": "paused"})
-        case "/resume":
-            return _answer(control.resume(), {"status": "resumed"})
-        case "/update_weights":
-            return _update(control, arguments)
-        case "/load_lora_adapter":
-            name, folder = arguments.get("lora_name"), arguments.get("lora_path")
-            return _answer(control.load_lora_adapter(name, folder), {"status": "ok"})
-        case _:
-            return _answer(control.unload_lora_adapter(arguments.get("lora_name")), {"status": "ok"})
-
-
-async def _answer(operation: Coroutine[Any, Any, None], reply: Json) -> Json:
-    await operation
-    return reply
-
-
-async def _update(control: ReplicaControl, arguments: Json) -> Json:
-    version = await control.update_weights(arguments.get("weight_dir"), arguments.get("weight_version"))
-    return {"status": "ok", "weight_version": version}
-
-
-def _replica_key_error(error: VerlServerError) -> ServerError:
-    """The error for a server that has refused the router's key. Without the status, which is about the caller's key."""
-    return ServerError(
-        f"a server refused the admin key that the router sends ({error.details.get('url')}): start the router with the "
-        "admin key of the servers in the environment variable VERL_SERVER_REPLICA_ADMIN_API_KEY",
-        url=error.details.get("url"),
-        key="replica_admin_api_key",
-    )
+        if error.details.get("status") not in (401, 403):
+            raise
+        raise ServerError(  # without the status, which is about the caller's key
+            f"a server refused the admin key that the router sends ({error.details.get('url')}): start the router with "
+            "the admin key of the servers in the environment variable VERL_SERVER_REPLICA_ADMIN_API_KEY",
+            url=error.details.get("url"),
+            key="replica_admin_api_key",
+        ) from error
 
 
 def _admin_key_error(request: web.BaseRequest) -> ServerError:

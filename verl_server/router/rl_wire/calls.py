@@ -73,17 +73,12 @@ def is_lost_or_silent(error: BaseException) -> bool:
     return is_lost(error) or isinstance(error, DeadlineError)
 
 
-async def call_all(servers: Servers, call: Call, may_miss: Callable[[BaseException], bool] = is_lost) -> set[str]:
-    """Call all servers that answer; returns the names of those where the call has succeeded.
+async def call_each(answering: Servers, call: Call, may_miss: Callable[[BaseException], bool] = is_lost) -> set[str]:
+    """Call all of these servers; returns the names of those where the call has succeeded.
 
     A server with an error that `may_miss` accepts is left out, unless it is the last one. Other errors are raised
     when all calls have ended.
     """
-    return await call_each(await find_answering(servers), call, may_miss)
-
-
-async def call_each(answering: Servers, call: Call, may_miss: Callable[[BaseException], bool] = is_lost) -> set[str]:
-    """Call all of these servers, as `call_all` does."""
     outcomes = await asyncio.gather(*(call(name, server) for name, server in answering.items()), return_exceptions=True)
     errors = {
         name: outcome for name, outcome in zip(answering, outcomes, strict=True) if isinstance(outcome, BaseException)
@@ -150,10 +145,6 @@ def require_checkpoint_folder(folder: Any) -> None:
 
     The servers read the folder, and the router reads its headers: both must see it at the same path. Blocking.
     """
-    if folder is None:
-        raise BadInputError(
-            f"weight_dir is missing: this router loads folders only, and takes no broadcast of weights; {USE_FILES}"
-        )
     path = _absolute(folder, "weight_dir")
     try:
         has_files = any(path.glob("*.safetensors"))
@@ -214,5 +205,5 @@ def read_lora_adapter(folder: Any) -> LoraFiles:
 
 def _absolute(folder: Any, name: str) -> Path:
     if not (isinstance(folder, str) and Path(folder).is_absolute()):
-        raise BadInputError(f"{name} must be the absolute path of a folder, got {folder!r:.200}")
+        raise BadInputError(f"{name} must be the absolute path of a folder, got {folder!r:.200}; {USE_FILES}")
     return Path(folder)

@@ -32,7 +32,7 @@ from verl_server.router.rl_wire.calls import (
     ANSWER_TIMEOUT_S,
     AwaitedError,
     Servers,
-    call_all,
+    call_each,
     find_answering,
     folder_signature,
     in_thread,
@@ -98,7 +98,7 @@ class ServerPauses:
             if mode is PauseMode.WAIT:
                 await self._until_idle()
                 mode = PauseMode.RETRACT
-            await call_all(self._servers, pause_one)
+            await call_each(await find_answering(self._servers), pause_one)
         except VerlServerError:
             if not was_held:
                 with contextlib.suppress(VerlServerError):
@@ -156,7 +156,7 @@ class ServerPauses:
 
         try:
             if servers:
-                await call_all(servers, continue_one, is_lost_or_silent)
+                await call_each(await find_answering(servers), continue_one, is_lost_or_silent)
         finally:
             self.paused |= missed
 
@@ -273,37 +273,6 @@ class WeightRecord:
             )
 
 
-# -- Checkpoint check -------------------------------------------------------------------------------
-# `CheckpointCheck`: compares the folder of an update with the model that the servers serve.
-
-
-class CheckpointCheck:
-    """Reads the headers of the served model once, and those of each checkpoint."""
-
-    def __init__(self) -> None:
-        self._manifest: Manifest | None = None
-        """The tensors that the servers accept. All of them serve the same model."""
-
-    async def require_loadable(self, folder: Any, servers: Servers) -> None:
-        """Raise BadInputError for a folder that does not fit the model, and UnsupportedError for a vLLM server."""
-        await in_thread(functools.partial(require_checkpoint_folder, folder), folder)
-        for name, server in servers.items():
-            args = await server.connection.get_resolved_args()
-            if args.get("engine_kind") == EngineKind.VLLM:
-                raise UnsupportedError(
-                    f"{name} is a vLLM server, which loads no folder while it runs: push the weights with "
-                    "VerlEngine(servers=[...]).update_weights_from_tensor, or use SGLang servers behind this router"
-                )
-            if self._manifest is None:  # later, SGLang names the folder of the last update as its model
-                try:
-                    read = functools.partial(read_served_manifest, args)
-                    self._manifest = await in_thread(read, args.get("model_path"))
-                except (BadInputError, UnsupportedError) as error:
-                    logger.warning("the folder %s is not compared with the served model: %s", folder, error)
-        if self._manifest is not None:
-            await in_thread(functools.partial(require_whole_checkpoint, folder, self._manifest), folder)
-
-
 # -- Replica control --------------------------------------------------------------------------------
 
 REPAIR_TIMEOUT_S = 30.0
@@ -327,7 +296,8 @@ class ReplicaControl:
         self._weights = weights
         self._lora = LoraControl(servers)
         self._pauses = ServerPauses(pool, servers)
-        self._checkpoints = CheckpointCheck()
+        self._manifest: Manifest | None = None
+        """The tensors that the servers accept. All of them serve the same model."""
         self._caller_has_paused = False
         """Whether `pause` was called and `resume` was not."""
         self._answering_since: dict[str, float] = {}
@@ -453,7 +423,7 @@ class ReplicaControl:
                 version = int(weight_version)
             else:
                 servers = await find_answering(self._servers)
-                await self._checkpoints.require_loadable(folder, servers)
+                await self._require_loadable(folder, servers)
                 largest = max((each.weight_version for each in self._pool.replicas.values()), default=0)
                 version = self._weights.next_version(weight_version, largest)
                 await self._load_weights(folder, signature, version, servers)
@@ -461,11 +431,33 @@ class ReplicaControl:
                 await self._continue_with(version)
             return version
 
+    async def _require_loadable(self, folder: Any, servers: Servers) -> None:
+        """Raise BadInputError for a folder that does not fit the model, and UnsupportedError for a vLLM server.
+
+        The headers of the served model are read once, and those of each checkpoint.
+        """
+        await in_thread(lambda: require_checkpoint_folder(folder), folder)
+        for name, server in servers.items():
+            args = await server.connection.get_resolved_args()
+            if args.get("engine_kind") == EngineKind.VLLM:
+                raise UnsupportedError(
+                    f"{name} is a vLLM server, which loads no folder while it runs: push the weights with "
+                    "VerlEngine(servers=[...]).update_weights_from_tensor, or use SGLang servers behind this router"
+                )
+            if self._manifest is None:  # later, SGLang names the folder of the last update as its model
+                try:
+                    read = functools.partial(read_served_manifest, args)
+                    self._manifest = await in_thread(read, args.get("model_path"))
+                except (BadInputError, UnsupportedError) as error:
+                    logger.warning("the folder %s is not compared with the served model: %s", folder, error)
+        if (manifest := self._manifest) is not None:
+            await in_thread(lambda: require_whole_checkpoint(folder, manifest), folder)
+
     @contextlib.asynccontextmanager
     async def _reads(self, folder: Any) -> AsyncIterator[Any]:
         """The body of the `with` statement is an operation that reads a folder; returns the signature of the folder."""
         async with self._lock:
-            self._reading = folder, await in_thread(functools.partial(folder_signature, folder), folder)
+            self._reading = folder, await in_thread(lambda: folder_signature(folder), folder)
             try:
                 yield self._reading[1]
             finally:
@@ -476,7 +468,7 @@ class ReplicaControl:
         reading = self._reading
         if reading is None or reading[0] != folder:
             return False
-        return bool(await in_thread(functools.partial(folder_signature, folder), folder) != reading[1])
+        return bool(await in_thread(lambda: folder_signature(folder), folder) != reading[1])
 
     async def _load_weights(self, folder: str, signature: Any, version: int, servers: Servers) -> None:
         """Load the weights into these servers. Servers that were lost meanwhile, and all others, are left out."""

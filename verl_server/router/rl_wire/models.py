@@ -18,8 +18,6 @@ GetJson = Callable[[GenerationServer, str, float], Awaitable[Any]]
 """Function that gets the JSON of a path from a replica's server, within a number of seconds."""
 PATH = "/v1/models"
 TIMEOUT_S = 5.0
-NEXT_CALL_S = 0.2
-"""Seconds without an answer after which one more replica is asked at the same time."""
 MAX_CALLS = 8
 """Maximum number of replicas that are asked at the same time."""
 ADAPTERS_AGE_S = 1.0
@@ -67,31 +65,30 @@ class ServedModels:
 
         Raises NotReadyError if no replica answers.
         """
-        return await self._ask(sorted(self._pool.replicas.values(), key=lambda replica: not replica.admitted))
+        replicas = list(self._pool.replicas.values())
+        return await self._ask([each for each in replicas if each.admitted] or replicas)
 
     async def _ask(self, replicas: Iterable[RoutedReplica]) -> Json:
-        """The listing of the first replica that answers. While none does, further ones are asked at the same time."""
-        problem, waiting, calls = "the router has no replica", list(replicas), set[asyncio.Task[list[Json]]]()
+        """The listing of the first replica that answers."""
+        problem, limit = "the router has no replica", asyncio.Semaphore(MAX_CALLS)
+
+        async def ask(replica: RoutedReplica) -> list[Json]:
+            async with limit:
+                return await self._get_cards(replica)
+
+        calls = [asyncio.create_task(ask(replica)) for replica in replicas]
         try:
-            while waiting or calls:
-                may_ask = bool(waiting) and len(calls) < MAX_CALLS
-                if may_ask:
-                    calls.add(asyncio.create_task(self._get_cards(waiting.pop(0))))
-                    may_ask = bool(waiting) and len(calls) < MAX_CALLS
-                timeout_s = NEXT_CALL_S if may_ask else None
-                done, calls = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                errors = [error for call in done if (error := call.exception()) is not None]
-                for error in errors:
-                    if not isinstance(error, (ServerError, KeyError, TypeError, ValueError)):
-                        raise error
+            for call in asyncio.as_completed(calls):
+                try:
+                    cards = await call
+                except (ServerError, KeyError, TypeError, ValueError) as error:
                     problem = f"{error}"
-                if len(errors) < len(done):
-                    cards = next(call.result() for call in done if call.exception() is None)
-                    self._remember(cards)
-                    return {"object": "list", "data": cards}
+                    continue
+                self._remember(cards)
+                return {"object": "list", "data": cards}
         finally:
-            for call in calls:
-                call.cancel()
+            for task in calls:
+                task.cancel()
         raise NotReadyError(f"no replica has listed its models: {problem}")
 
     async def _get_cards(self, replica: RoutedReplica) -> list[Json]:

@@ -207,7 +207,7 @@ PATHS_WITHOUT_WEIGHTS = frozenset({
     *(
         each.path
         for each in vars(requests).values()
-        if isinstance(each, requests.Endpoint) and each is not requests.GENERATE
+        if isinstance(each, Endpoint) and each is not requests.GENERATE
     ),
     "/detokenize", "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_draft_weight_update",
     "/reset_mm_cache", "/start_profile", "/stop_profile", "/v1/messages/count_tokens",

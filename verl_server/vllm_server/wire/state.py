@@ -15,8 +15,9 @@ from urllib.parse import quote
 import orjson
 from starlette.responses import Response
 
+from verl_server.adapter.sglang.replies import Endpoint
 from verl_server.adapter.vllm.replies import error_from_reply
-from verl_server.adapter.vllm.requests import WORKER_CALL, Endpoint
+from verl_server.adapter.vllm.requests import WORKER_CALL
 from verl_server.errors import (
     BadInputError,
     NotReadyError,

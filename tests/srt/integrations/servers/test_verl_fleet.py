@@ -305,7 +305,7 @@ def test_wrong_requests_are_refused(actor: Any) -> None:
     fleet = RayFleet(actor, timeout_s=30.0)
     with pytest.raises(BadInputError, match="replica 'replica_0' already"):
         fleet.wait(actor.add_replica.remote("replica_0", []), "add_replica")
-    with pytest.raises(BadInputError, match="memory tags are"):
+    with pytest.raises(BadInputError, match="tags must be a list of"):
         fleet.call("release_memory_occupation", ["nonsense"])
     require_no_other_media({"audio_data": None, "video_data": []})
 

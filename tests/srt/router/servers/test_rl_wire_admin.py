@@ -233,7 +233,7 @@ def test_an_update_without_a_pause(router: Router, tmp_path: Path) -> None:
     [
         ("/update_weights", {"weight_dir": "/no/such/folder"}, "has no file"),
         ("/update_weights", {"weight_dir": "relative"}, "must be the absolute path"),
-        ("/update_weights", {"weight_dir": None}, "takes no broadcast"),
+        ("/update_weights", {"weight_dir": None}, "weight_broadcast.type"),
         ("/load_lora_adapter", {"lora_name": "a", "lora_path": "relative"}, "must be the absolute path"),
         ("/load_lora_adapter", {"lora_name": "", "lora_path": "/tmp"}, "lora_name"),
         ("/pause?mode=sleep", None, "mode must be one of"),
