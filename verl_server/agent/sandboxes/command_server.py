@@ -249,9 +249,9 @@ class CommandServer:
 
     def _execute(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Become the command, in the child."""
-        arguments, env = request["command"], {**self._env, **request["env"]}
-        failing = arguments[0]
+        failing = ""
         try:
+            arguments, env = request["command"], {**self._env, **request["env"]}
             call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.setsid()
             for number, descriptor in enumerate(descriptors):

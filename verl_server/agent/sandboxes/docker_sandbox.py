@@ -59,8 +59,6 @@ class DockerSandbox(Sandbox):
         Raises BadInputError if the package `docker` is not installed.
         """
         super().__init__(limits, network=network)
-        if not isinstance(image, str) or not image:
-            raise BadInputError(f"image must be the name of an image of Docker, got {image!r}")
         try:
             import docker  # noqa: F401
         except ImportError as error:

@@ -39,7 +39,16 @@ _warned: set[str] = set()
 """Kinds of confinement whose lack was logged."""
 
 Result = TypeVar("Result")
-PROGRAM = Path(__file__).with_name("sandbox_main.py")
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import verl_server  # later imports of its modules do not use sys.path
+del sys.path[0]  # it must not hide modules of the standard library
+from verl_server.agent.sandboxes import command_server
+command_server.main(sys.argv[1])
+"""
+"""First code of a sandbox, with the path of a new folder and that of the folder of `verl_server` as arguments."""
+PACKAGE_FOLDER = Path(__file__).parents[3]
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 30.0
 """Maximum seconds for the sandbox to end its processes and remove its files."""
@@ -124,7 +133,7 @@ class LocalSandbox(Sandbox):
             ours.setblocking(False)
             with _blocked_signals():  # a signal to all processes must not end the launcher before it can clean up
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", str(PROGRAM), str(folder)], stdin=theirs.fileno(),
+                    [sys.executable, "-I", "-c", PROGRAM, str(folder), str(PACKAGE_FOLDER)], stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL, stderr=self._log, env=env, cwd="/", start_new_session=True,
                 )  # fmt: skip
             reader, self._writer = await asyncio.open_connection(sock=ours)

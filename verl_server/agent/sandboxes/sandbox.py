@@ -19,77 +19,29 @@ from verl_server.config import Positive, PositiveInt
 from verl_server.errors import BadInputError, InfrastructureError, UnsupportedError, UserCodeError
 from verl_server.validation import check_arguments, check_fields, require_seconds
 
-# -- Arguments --------------------------------------------------------------------------------------
-# Checks of the arguments of a sandbox's methods.
-
 MAX_COMMAND_BYTES = 120 * 1024
-"""Maximum size of an argument, and of all environment variables. Linux refuses an argument of 128 KiB."""
+"""Maximum size of an argument of a program. Linux refuses an argument of 128 KiB."""
 
 
-def require_arguments(command: object, shell: str) -> list[str]:
-    """The program and its arguments for a command: a line for the shell, or a list. Raises BadInputError."""
-    if isinstance(command, str):
-        parts: list[object] = [shell, "-c", command]
-    elif isinstance(command, (list, tuple)):
-        parts = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in command]
-    else:
-        parts = [command]
-    arguments = [item for item in parts if isinstance(item, str)]
-    if len(arguments) < len(parts):
-        raise BadInputError(f'a command must be a string or a list such as ["ls", "-l"], got {command!r:.80}')
-    if not arguments or not arguments[0] or (isinstance(command, str) and not command.strip()):
+def _as_arguments(command: str | Sequence[str | os.PathLike[str]], shell: str) -> list[str]:
+    """The program and its arguments for a command: a line for the shell, or a list.
+
+    A policy writes commands, so what no program can be given is BadInputError, and no failure of the sandbox.
+    """
+    arguments = [shell, "-c", command] if isinstance(command, str) else [os.fspath(item) for item in command]
+    if not arguments:
         raise BadInputError("the command is empty")
-    if any("\0" in item for item in arguments):
-        raise BadInputError("the command has a NUL character, which no program can be given")
-    size = max(len(_encode("the command", item)) for item in arguments)
-    if size > MAX_COMMAND_BYTES:
-        raise BadInputError(
-            f"the command has {size:,} bytes, the maximum is {MAX_COMMAND_BYTES:,}; write it to a file with write_file "
-            "and run the file"
-        )
+    for item in arguments:
+        if "\0" in item or len(_as_bytes(item)) > MAX_COMMAND_BYTES:
+            raise BadInputError(
+                f"the command has a NUL character, or more than {MAX_COMMAND_BYTES:,} bytes; write it to a file with "
+                "write_file and run the file"
+            )
     return arguments
 
 
-def require_content(name: str, content: object) -> bytes:
-    """The bytes of a text or of bytes. Raises BadInputError for another type."""
-    if isinstance(content, str):
-        return _encode(name, content)
-    if isinstance(content, (bytes, bytearray, memoryview)):
-        return bytes(content)
-    hint = "; pass json.dumps(...) for a dict or a list" if isinstance(content, (dict, list)) else ""
-    raise BadInputError(f"{name} must be a text or bytes, got {type(content).__name__}{hint}")
-
-
-def require_path(name: str, path: object) -> str:
-    """The path as text. Raises BadInputError for another type, an empty path, a NUL character and a leading `~`."""
-    text = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(text, str):
-        raise BadInputError(f"{name} must be a string or a pathlib.Path, got {path!r:.80}")
-    if not text or "\0" in text:
-        raise BadInputError(f"{name} is empty or has a NUL character: {text!r:.80}")
-    if text.startswith("~"):
-        raise BadInputError(f"`~` is not expanded in {name} {text!r:.80}; the folder of the sandbox is its home")
-    _encode(name, text)
-    return text
-
-
-def require_env(env: object) -> dict[str, str]:
-    """A copy of environment variables. Raises BadInputError for names and values that no program can be given."""
-    if not isinstance(env, Mapping) or not all(isinstance(item, str) for pair in env.items() for item in pair):
-        raise BadInputError(f'env must be a dict of strings such as {{"SEED": "1"}}, got {env!r:.80}')
-    if any("\0" in name + value or "=" in name or not name for name, value in env.items()):
-        raise BadInputError("a name in env is empty or has '=', or a name or value has a NUL character")
-    if sum(len(_encode("env", name + value)) for name, value in env.items()) > MAX_COMMAND_BYTES:
-        raise BadInputError(f"env has more than {MAX_COMMAND_BYTES:,} bytes")
-    return dict(env)
-
-
-def _encode(name: str, text: str) -> bytes:
-    """UTF-8, with the bytes that Python has put into a text for file names that are not UTF-8."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError as error:
-        raise BadInputError(f"{name} has a character that UTF-8 does not have: {error}") from None
+def _as_bytes(content: str | bytes) -> bytes:
+    return content.encode("utf-8", "surrogateescape") if isinstance(content, str) else bytes(content)
 
 
 # -- Sandbox ----------------------------------------------------------------------------------------
@@ -222,18 +174,12 @@ class Sandbox(ABC):
         those that have begun a session of their own. Output that is not UTF-8, or is cut within a character, has
         replacement characters.
 
-        Raises BadInputError for arguments of a wrong type, for a command that is empty, has a NUL character or is
-        longer than 120 KiB, and for a sandbox that was not started or was started in another event loop;
-        InfrastructureError if the sandbox has failed or is closed.
+        Raises BadInputError for a command that is empty, has a NUL character or is longer than 120 KiB, for a
+        `timeout_s` that is no positive number, and for a sandbox that was not started or was started in another event
+        loop; InfrastructureError if the sandbox has failed or is closed.
         """
-        request = CommandRequest(
-            require_arguments(command, self.shell),
-            require_content("stdin", stdin),
-            None if cwd is None else require_path("cwd", cwd),
-            require_env({} if env is None else env),
-            require_seconds("timeout_s", timeout_s),
-        )
-        outcome = await self._execute_running(request)
+        folder = None if cwd is None else os.fspath(cwd)
+        outcome = await self._execute_running(command, _as_bytes(stdin), folder, env or {}, timeout_s)
         stdout, stderr = (output.decode("utf-8", "replace") for output in (outcome.stdout, outcome.stderr))
         return CommandResult(outcome.exit_code, stdout, stderr, outcome.exceeded)
 
@@ -244,7 +190,7 @@ class Sandbox(ABC):
 
         Raises OSError if the file cannot be written, and the errors of `run`.
         """
-        data, target = require_content("content", content), require_path("path", path)
+        data, target = _as_bytes(content), os.fspath(path)
         if len(data) > self.limits.max_file_bytes:
             raise OSError(
                 f"{target} would have {len(data)} bytes, more than max_file_bytes={self.limits.max_file_bytes}"
@@ -259,11 +205,9 @@ class Sandbox(ABC):
 
         Raises OSError if the file cannot be read or is longer, and the errors of `run`.
         """
-        target, limit = require_path("path", path), self.limits.max_output_bytes
+        target, limit = os.fspath(path), self.limits.max_output_bytes
         command = ["sh", "-c", 'exec head -c "$2" < "$1"', "sh", target, str(limit)]
-        outcome = await self._execute_running(
-            CommandRequest(command, b"", None, {}, require_seconds("timeout_s", timeout_s))
-        )
+        outcome = await self._execute_running(command, b"", None, {}, timeout_s)
         if outcome.exit_code:
             reason = outcome.stderr.decode("utf-8", "replace").strip() or f"[killed: {outcome.exceeded} limit exceeded]"
             raise OSError(f"the sandbox cannot read {target}: {reason}")
@@ -273,8 +217,16 @@ class Sandbox(ABC):
             )
         return outcome.stdout
 
-    async def _execute_running(self, request: CommandRequest) -> CommandOutcome:
-        """Run a program. Raises the errors of `run` if the sandbox does not run or runs in another event loop."""
+    async def _execute_running(
+        self,
+        command: str | Sequence[str | os.PathLike[str]],
+        stdin: bytes,
+        cwd: str | None,
+        env: Mapping[str, str],
+        timeout_s: float,
+    ) -> CommandOutcome:
+        """Run a program. Raises the errors of `run`."""
+        arguments, timeout_s = _as_arguments(command, self.shell), require_seconds("timeout_s", timeout_s)
         if self._ending is not None:
             raise not_running(self._ending)
         if self._loop is None:
@@ -286,7 +238,7 @@ class Sandbox(ABC):
                 "the sandbox was started in another event loop. Call it in coroutine functions only: write `async def` "
                 "tools and rewards, without asyncio.run"
             )
-        return await self._execute(request)
+        return await self._execute(CommandRequest(arguments, stdin, cwd, env, timeout_s))
 
     def _begin(self) -> None:
         """Note that the sandbox starts in the running event loop. Raises UserCodeError if it was started before."""
