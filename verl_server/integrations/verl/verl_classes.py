@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -55,17 +56,9 @@ class ReplicaHandle:
         if name.startswith("_"):
             raise AttributeError(name)
         method = getattr(self._actor, name)
-        return _BoundGenerate(method, self._replica) if name == "generate" else method
-
-
-class _BoundGenerate:
-    """The method `generate` of the actor, with the name of the replica."""
-
-    def __init__(self, method: Any, replica: str) -> None:
-        self._method, self._replica = method, replica
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        return self._method.remote(*args, replica=self._replica, **kwargs)
+        if name != "generate":
+            return method
+        return SimpleNamespace(remote=functools.partial(method.remote, replica=self._replica))
 
 
 class Replica(RolloutReplica):  # type: ignore[misc] # verl has no types
@@ -77,7 +70,8 @@ class Replica(RolloutReplica):  # type: ignore[misc] # verl has no types
         role = "_reward" * self.is_reward_model + "_teacher" * self.is_teacher_model
         places = await _find_places(self.workers, self.gpus_per_replica_node)
         # verl asks a reward model over HTTP, and all others through the actor.
-        spec = make_fleet_spec(self.config, self._full_model_config(), mode, serves_http=self.is_reward_model)
+        model_config = omega_conf_to_dataclass(self.model_config, dataclass_type=HFModelConfig)
+        spec = make_fleet_spec(self.config, model_config, mode, serves_http=self.is_reward_model)
         fleet = fleet_name(mode, role + self.name_suffix)
         actor = get_or_create_fleet(fleet, spec, places[0].node_id)
         name = f"replica_{self.replica_rank}"
@@ -93,9 +87,6 @@ class Replica(RolloutReplica):  # type: ignore[misc] # verl has no types
         if self.rollout_mode is VerlMode.STANDALONE:
             return RolloutMode.STANDALONE
         return RolloutMode.HYBRID
-
-    def _full_model_config(self) -> Any:
-        return omega_conf_to_dataclass(self.model_config, dataclass_type=HFModelConfig)
 
 
 def get_or_create_fleet(name: str, spec: FleetSpec, node_id: str) -> Any:
@@ -188,17 +179,12 @@ def register() -> None:
 
         async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
             if self._engine is None:
-                self._engine = await make_engine()
+                name = fleet_name(RolloutMode.STANDALONE)
+                self._engine = TrainerEngine(name, await find_fleet(name).get_spec.remote())
             await self._engine.update_weights(weights, global_steps)
 
         def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[str, Any]]:
             return iter(())
-
-
-async def make_engine() -> Any:
-    """The engine of this trainer rank for the standalone fleet."""
-    name = fleet_name(RolloutMode.STANDALONE)
-    return TrainerEngine(name, await find_fleet(name).get_spec.remote())
 
 
 # -- Shards -----------------------------------------------------------------------------------------
