@@ -320,7 +320,6 @@ WHAT_TO_PASS: Mapping[str, str] = {
     "TrajectoryGraph": "pass sample.graph or load_session(path)",
     "VisionInputs": "pass VisionInputs(processor, model)",
     "ExpertLayout": "pass ExpertLayout.from_config(model.config)",
-    "RolloutServers": "write `with start_servers(...) as servers:` and train inside",
     "ForkReason": "write ForkReason.SAMPLE, for example",
     "reward": "write `def reward(sample: Sample) -> float`",
     "group_filter": "write `def keep(group: SampleGroup) -> bool`",

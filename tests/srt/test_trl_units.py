@@ -135,18 +135,6 @@ def test_ranks_wait_as_long_as_trl(started: tuple[Recorder, Recorder], given: Ti
     assert started[1].arguments["timeouts"].ranks_s == expected
 
 
-def test_start_servers_without_with_is_explained(started: tuple[Recorder, Recorder]) -> None:
-    context: Any = start_servers("model")
-    makers: list[Callable[[], Any]] = [
-        lambda: FleetRolloutFunc(context),
-        lambda: FleetWeightTransfer(context),
-        lambda: FleetRolloutWorker(context, None, None, _reward, None),
-    ]
-    for make in makers:
-        with pytest.raises(BadInputError, match=r"write `with start_servers\(...\) as servers:`"):
-            make()
-
-
 # -- what is refused -----------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ digests of the inputs of its sample. A run with other inputs is refused.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -16,7 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Task as RichTask
+from rich.text import Text
 
 from verl_server.agent.engines import (
     Engine,
@@ -225,8 +226,6 @@ class RolloutRunner:
 # -- Progress ---------------------------------------------------------------------------------------
 # Live progress of a rollout on the terminal: finished groups, samples, turns, and sampled tokens per second.
 
-REFRESH_INTERVAL_S = 0.25
-
 
 async def with_progress(
     runner: RolloutRunner, groups: AsyncIterator[SampleGroup], total: int | None = None, console: Console | None = None
@@ -236,38 +235,30 @@ async def with_progress(
     `total`: number of groups that are expected. None shows no total. `console`: where the bar is shown; None is the
     standard output. Raises the exceptions of `groups`.
     """
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("groups  {task.description}"), TimeElapsedColumn())
-    start, tokens_at_start = time.monotonic(), runner.counters.num_sampled_tokens
-    rewards: list[float] = []
+    figures = _Figures(runner)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("groups "), figures, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=total)
-
-        def refresh() -> None:
-            tokens = runner.counters.num_sampled_tokens - tokens_at_start
-            progress.update(bar, description=_describe(runner, tokens / max(time.monotonic() - start, 1e-9), rewards))
-
-        async def refresh_periodically() -> None:
-            while True:
-                refresh()
-                await asyncio.sleep(REFRESH_INTERVAL_S)
-
-        refreshing = asyncio.create_task(refresh_periodically())
-        try:
-            async for group in groups:
-                rewards += [sample.reward for sample in group.samples if sample.reward is not None]
-                progress.advance(bar)
-                refresh()
-                yield group
-        finally:
-            refreshing.cancel()
-            await asyncio.gather(refreshing, return_exceptions=True)
+        async for group in groups:
+            figures.rewards += [sample.reward for sample in group.samples if sample.reward is not None]
+            progress.advance(bar)
+            yield group
 
 
-def _describe(runner: RolloutRunner, tokens_per_s: float, rewards: list[float]) -> str:
-    """The text beside the progress bar."""
-    counters = runner.counters
-    text = f"{counters.num_running_samples} samples running, {counters.num_finished_samples} finished, "
-    text += f"{counters.num_failed_samples} failed; {counters.num_turns} turns, {tokens_per_s:.0f} tokens/s"
-    if rewards:
-        text += f"; mean reward {sum(rewards) / len(rewards):.3f}"
-    return text
+class _Figures(ProgressColumn):
+    """The text beside the bar. A thread of the bar renders it."""
+
+    def __init__(self, runner: RolloutRunner) -> None:
+        super().__init__()
+        self._counters, self._start = runner.counters, time.monotonic()
+        self._tokens_at_start = runner.counters.num_sampled_tokens
+        self.rewards: list[float] = []
+
+    def render(self, task: RichTask) -> Text:
+        counters, seconds = self._counters, max(time.monotonic() - self._start, 1e-9)
+        tokens_per_s = (counters.num_sampled_tokens - self._tokens_at_start) / seconds
+        text = f"{counters.num_running_samples} samples running, {counters.num_finished_samples} finished, "
+        text += f"{counters.num_failed_samples} failed; {counters.num_turns} turns, {tokens_per_s:.0f} tokens/s"
+        if self.rewards:
+            text += f"; mean reward {sum(self.rewards) / len(self.rewards):.3f}"
+        return Text(text)

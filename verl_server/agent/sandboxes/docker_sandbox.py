@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl_server.agent.sandboxes.frames import BoundedOutput
+from verl_server.agent.sandboxes.command_server import BoundedOutput
 from verl_server.agent.sandboxes.sandbox import (
     ANSWER_TIMEOUT_S,
     CommandOutcome,

@@ -274,6 +274,11 @@ class TaskSource:
         self._num_read, self._is_exhausted = 0, False
         self._kept: dict[int, Task] = {}
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether other code runs while a task is being read."""
+        return isinstance(self._iterator, AsyncIterator)
+
     async def get(self, number: int) -> Task | None:
         """The task of a number. None if there are fewer tasks.
 
@@ -415,7 +420,9 @@ class RunningGroups:
                     self._groups[number] = asyncio.create_task(self._run_group(request))
                     await asyncio.sleep(0)  # the group counts its samples, on which the schedule depends
                     continue
-                if number is not None and self._reading is None:
+                if number is not None and not self._source.is_asynchronous:  # no turn of the event loop is in between
+                    await self._read(number)
+                elif number is not None and self._reading is None:
                     self._reading = asyncio.create_task(self._read(number))
                 await self._may_start.wait()
         except asyncio.CancelledError:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import itertools
 import logging
 import queue
 import random
@@ -66,7 +65,9 @@ class RewardFunctions:
 
     def __init__(self, functions: Sequence[RewardFunc]) -> None:
         self._functions = list(functions)
-        self.names = _unique_names([name_of(function) for function in functions])
+        names = [name_of(function) for function in functions]
+        counts = (names[: index + 1].count(name) for index, name in enumerate(names))
+        self.names = [name if count == 1 else f"{name}_{count}" for name, count in zip(names, counts, strict=True)]
         """A name for each function. The second function of a name has the suffix `_2`."""
         self._threads = asyncio.Semaphore(NUM_THREADS)
         self._running: dict[object, tuple[str, float]] = {}
@@ -125,15 +126,6 @@ def name_of(function: RewardFunc) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _unique_names(names: Sequence[str]) -> list[str]:
-    """The names, with the suffixes `_2`, `_3` and so on where a name is taken."""
-    unique: list[str] = []
-    for name in names:
-        suffixed = (f"{name}_{number}" for number in itertools.count(2))
-        unique.append(next(each for each in itertools.chain([name], suffixed) if each not in unique))
-    return unique
-
-
 # -- Rollout worker ---------------------------------------------------------------------------------
 
 #: Seconds before a generation is repeated.
@@ -159,7 +151,7 @@ class FleetRolloutWorker:
     One object serves one trainer. TRL starts and stops it.
     """
 
-    @check_arguments(skip=("reward_funcs",))
+    @check_arguments(skip=("servers", "reward_funcs"))
     def __init__(
         self,
         servers: RolloutServers,

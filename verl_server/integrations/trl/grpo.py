@@ -157,7 +157,7 @@ class FleetRolloutFunc:
     tool calls, and before it calls a `rollout_func`.
     """
 
-    @check_arguments()
+    @check_arguments(skip=("servers",))
     def __init__(
         self, servers: RolloutServers, *, sampling_params: Mapping[str, Any] | None = None, seed: int | None = None
     ) -> None:

@@ -12,7 +12,6 @@ from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.integrations.trl.servers import RolloutServers, require_trl
 from verl_server.types import WeightUpdateResult
-from verl_server.validation import check_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +162,6 @@ class FleetWeightTransfer:
     step, and then after every `weight_sync_steps` steps.
     """
 
-    @check_arguments()
     def __init__(self, servers: RolloutServers, *, pause_mode: PauseMode | str = PauseMode.RETRACT) -> None:
         """`pause_mode`: what happens to running generations. `retract`: their KV cache is computed again with the new
         weights. `in_place`: they continue with the KV cache of the old weights, which is faster. `wait`: the push waits
