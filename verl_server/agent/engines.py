@@ -255,7 +255,8 @@ class EngineAccess:
     def expert_layout(self) -> ExpertLayout | None:
         """The layout of the routed experts of the model. None if the engine cannot be asked.
 
-        Raises BadInputError if the server does not return routed experts, or if its model has none.
+        Raises BadInputError if the server does not return routed experts, if its model has none, and if the model has
+        code of its own: pass a function such as `fleet.router.generate` then, and `step.batch(expert_layout=...)`.
         """
         if self.server_info is None:
             return None
@@ -266,13 +267,7 @@ class EngineAccess:
                 "this server does not return routed experts; start it with enable_return_routed_experts=True, or leave "
                 "out return_routed_experts"
             )
-        try:
-            config = read_config({**self.server_info, "trust_remote_code": False})
-        except BadInputError as error:
-            raise BadInputError(
-                f"{error.message}; pass a function such as fleet.router.generate as the engine, and "
-                "step.batch(expert_layout=ExpertLayout(...))"
-            ) from error
+        config = read_config({**self.server_info, "trust_remote_code": False})
         return ExpertLayout.from_config(config)
 
     def complete_limits(self, limits: RolloutLimits) -> RolloutLimits:
