@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,8 @@ class Described:
         return "a lamp"
 
 
-async def _inner() -> int:
-    return 1
+async def _inner() -> AsyncIterator[int]:
+    yield 1
 
 
 def call_returning(make_value: Make) -> ToolResult:
@@ -153,7 +153,7 @@ def call_returning(make_value: Make) -> ToolResult:
     [
         (
             lambda: {"r": _inner()},
-            r"tool .act. returned <coroutine object _inner at .*write `await` before",
+            r"tool .act. returned <async_generator object _inner at .*write `await` before",
         ),
         (lambda: {"r": iter([1])}, "returned <list_iterator object at"),
         (Opaque, "returned <.*Opaque object at .*>, of which Python writes only the address"),
@@ -162,7 +162,6 @@ def call_returning(make_value: Make) -> ToolResult:
         (lambda: _no_self, "returned <function _no_self at"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:coroutine '_inner' was never awaited")
 def test_a_result_that_is_no_data_fails_the_sample(make_value: Make, expected: str | None) -> None:
     if expected is None:
         assert call_returning(make_value).content == "<built-in function len>"
