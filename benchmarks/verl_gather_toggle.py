@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from verl_server.integrations.verl import trainer
+from verl_server.integrations.verl import verl_classes
 
-_is_plain, _calls = trainer._is_plain, itertools.count()
+_is_plain, _calls = verl_classes._is_plain, itertools.count()
 
 
 def _alternate(engine: Any) -> bool:
     return _is_plain(engine) and next(_calls) % 2 == 1
 
 
-trainer._is_plain = _alternate
+verl_classes._is_plain = _alternate

@@ -208,13 +208,6 @@ def refusals(servers: RolloutServers, model: str, folder: Path) -> dict[str, str
     cases: dict[str, Callable[[], Any]] = {
         "generation_kwargs": lambda: train_with(generation_kwargs={"top_k": 5}),
         "reuse": reuse,
-        "token_budget": lambda: FleetRolloutWorker(
-            servers, async_config(folder, token_budget=None), TASKS, reward, tokenizer
-        ),
-        "iterable": lambda: FleetRolloutWorker(
-            servers, async_config(folder), TASKS.to_iterable_dataset(), reward, tokenizer
-        ),
-        "no_reward": lambda: FleetRolloutWorker(servers, async_config(folder), TASKS, [], tokenizer),
         "broken_reward": fail_in_reward,
     }
     return {name: error_of(case) for name, case in cases.items()}

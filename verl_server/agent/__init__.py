@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 from verl_server.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
-    from verl_server.agent.chat_scheduler import ChatScheduler, TurnCallback
     from verl_server.agent.engines import GenerateFn, as_generate_fn
     from verl_server.agent.environments import Environment, RewardFn, reward
-    from verl_server.agent.episodes.episode import Episode
+    from verl_server.agent.episode import Episode
     from verl_server.agent.limits import EpisodeStopped, RolloutLimits
     from verl_server.agent.loops import (
         AgentLoop,
+        ChatScheduler,
         InterleavedLoop,
         SingleTurnLoop,
         ToolAgentLoop,
+        TurnCallback,
         get_agent_loop,
         register_agent_loop,
     )
@@ -89,18 +90,19 @@ __all__ = [
 __getattr__, __dir__ = export_lazily(
     __name__,
     {
-        "verl_server.agent.chat_scheduler": ("ChatScheduler", "TurnCallback"),
         "verl_server.agent.environments": ("Environment", "RewardFn", "reward"),
-        "verl_server.agent.episodes.episode": ("Episode",),
+        "verl_server.agent.episode": ("Episode",),
         "verl_server.agent.engines": ("GenerateFn", "as_generate_fn"),
         "verl_server.agent.steps.groups": ("GroupFilter", "RunnerCounters", "has_variance"),
         "verl_server.agent.steps.stream": ("RolloutStep",),
         "verl_server.agent.limits": ("EpisodeStopped", "RolloutLimits"),
         "verl_server.agent.loops": (
             "AgentLoop",
+            "ChatScheduler",
             "InterleavedLoop",
             "SingleTurnLoop",
             "ToolAgentLoop",
+            "TurnCallback",
             "get_agent_loop",
             "register_agent_loop",
         ),

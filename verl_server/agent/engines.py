@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,14 +61,6 @@ _MISPLACED = {
 """Arguments of `generate` that are no sampling parameters, and what to do instead."""
 
 
-_MAX_PROMPT = re.compile(r"accepts at most (\d+) tokens")
-"""The error of the adapter for a prompt that is too long."""
-_CONTEXT_LENGTH = re.compile(r"maximum context length of (\d+) tokens")
-"""SGLang's error for a prompt and a `max_new_tokens` that are too long together."""
-_RESERVED_TOKENS = 6
-"""Number of tokens of the context length that SGLang's scheduler takes neither for a prompt nor for a response."""
-
-
 @runtime_checkable
 class GenerateFn(Protocol):
     """Generates tokens for one prompt: `RolloutRouter.generate`, `RouterClient.generate`, or `as_generate_fn(adapter)`.
@@ -88,15 +79,8 @@ def as_generate_fn(adapter: AsyncHttpServerEngineAdapter) -> GenerateFn:
     """A `GenerateFn` that sends all requests to one server, for example `as_generate_fn(engine.adapter.asynchronous)`.
 
     A generation that a weight update aborts is continued from the tokens that the server has returned. The function
-    raises DeadlineError if a generation is aborted for `ABORT_TIMEOUT_S` without a new token. Raises BadInputError for
-    an object that is not an asynchronous adapter.
+    raises DeadlineError if a generation is aborted for `ABORT_TIMEOUT_S` without a new token.
     """
-    if not inspect.iscoroutinefunction(getattr(adapter, "generate", None)):
-        raise BadInputError(
-            f"as_generate_fn needs an AsyncHttpServerEngineAdapter, got {type(adapter).__name__}; pass "
-            "engine.adapter.asynchronous or AsyncHttpServerEngineAdapter.attach(url). A router needs no conversion: "
-            "pass fleet.router.generate to the runner"
-        )
 
     async def generate(*, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any) -> Json:
         del session_id  # there is only one server
@@ -170,32 +154,16 @@ def require_sampling_params(params: Any) -> Json:
     return checked
 
 
-async def await_reply(reply: Any) -> Json:
-    """What a generate function returned, awaited. Raises BadInputError if it is no coroutine function."""
-    if not inspect.isawaitable(reply):
-        raise BadInputError(
-            f"the generate function must be a coroutine function, but its call returned {type(reply).__name__}; write "
-            "`async def generate(*, rid, session_id, **request)`, and call a blocking client with "
-            "`await asyncio.to_thread(...)`"
-        )
-    result: Json = await reply
-    return result
-
-
 async def generate_whole_turn(
     generate: GenerateFn, *, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any
 ) -> Json:
     """Call `generate` until its reply is complete. A reply that a weight update aborted is discarded.
 
-    Raises DeadlineError if that lasts for `ABORT_TIMEOUT_S`, and BadInputError that names
-    `RolloutLimits.max_context_tokens` if the server's context length is too small.
+    Raises DeadlineError if that lasts for `ABORT_TIMEOUT_S`.
     """
     pauses, generate = _AbortPauses(), with_reports(generate, on_tokens)
     while True:
-        try:
-            reply = await await_reply(generate(rid=rid, session_id=session_id, **request))
-        except BadInputError as error:
-            raise _explain_context_length(error) from error.__cause__
+        reply = await generate(rid=rid, session_id=session_id, **request)
         finish_reason = reply["meta_info"].get("finish_reason") or {}
         if finish_reason.get("type") != "abort":
             return reply
@@ -226,21 +194,6 @@ class _AbortPauses:
             )
         await asyncio.sleep(self._delay_s)
         self._delay_s = min(2 * self._delay_s, MAX_RETRY_DELAY_S)
-
-
-def _explain_context_length(error: BadInputError) -> BadInputError:
-    """The error for a request that the server refused: how an episode stops at the context length and does not fail."""
-    if found := _MAX_PROMPT.search(error.message):
-        max_tokens = int(found[1])
-    elif found := _CONTEXT_LENGTH.search(error.message):
-        max_tokens = int(found[1]) - _RESERVED_TOKENS
-    else:
-        return error
-    return BadInputError(
-        f"{error.message.rstrip('.')}. Pass RolloutLimits(max_context_tokens={max_tokens}): an episode that reaches "
-        "the context length then stops at this limit and does not fail",
-        **error.details,
-    )
 
 
 # -- Engine access ----------------------------------------------------------------------------------
@@ -302,7 +255,8 @@ class EngineAccess:
     def expert_layout(self) -> ExpertLayout | None:
         """The layout of the routed experts of the model. None if the engine cannot be asked.
 
-        Raises BadInputError if the server does not return routed experts, or if its model has none.
+        Raises BadInputError if the server does not return routed experts, if its model has none, and if the model has
+        code of its own: pass a function such as `fleet.router.generate` then, and `step.batch(expert_layout=...)`.
         """
         if self.server_info is None:
             return None
@@ -313,13 +267,7 @@ class EngineAccess:
                 "this server does not return routed experts; start it with enable_return_routed_experts=True, or leave "
                 "out return_routed_experts"
             )
-        try:
-            config = read_config({**self.server_info, "trust_remote_code": False})
-        except BadInputError as error:
-            raise BadInputError(
-                f"{error.message}; pass a function such as fleet.router.generate as the engine, and "
-                "step.batch(expert_layout=ExpertLayout(...))"
-            ) from error
+        config = read_config({**self.server_info, "trust_remote_code": False})
         return ExpertLayout.from_config(config)
 
     def complete_limits(self, limits: RolloutLimits) -> RolloutLimits:

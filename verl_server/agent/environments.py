@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import itertools
 import logging
@@ -13,22 +12,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, overload
 
-from verl_server.agent.episodes.episode import Episode
+from verl_server.agent.episode import Episode
 from verl_server.agent.limits import Phase, measure
-from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, plain_attributes, read_identity
+from verl_server.agent.loops import AgentLoop, ToolAgentLoop, as_agent_loop, plain_attributes
 from verl_server.agent.samples import Sample, Task, Turn
 from verl_server.agent.tools.tool import ToolCall, options_of
 from verl_server.agent.user_code import as_exception, call_user_function, call_within, wait_despite_cancellation
-from verl_server.config import Finite, Positive, PositiveInt
+from verl_server.config import Finite, Positive
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.template_check.reference import ARGUMENTS, NAME, sample_call_turn
 from verl_server.types import Json
-from verl_server.validation import (
-    check_fields,
-    checked_value,
-    is_list,
-)
+from verl_server.validation import check_fields, is_list
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +75,6 @@ def reward(
     All results are in `Sample.rewards`. `timeout_s`: maximum seconds; after that the sample fails. Raises BadInputError
     for an option of a wrong type or value.
     """
-    if function is not None and not callable(function):
-        raise BadInputError(f"reward is a decorator of a method, got {function!r:.80}; write @reward or @reward(...)")
     options = RewardOptions(weight, timeout_s)
 
     def decorate(decorated: Function) -> Function:
@@ -142,12 +135,16 @@ def reward_options_of(kind: type) -> dict[str, RewardOptions]:
 
 
 def _decorated_methods(kind: type, read_options: Callable[[object], Options | None]) -> dict[str, Options]:
-    """The options of the methods of a class that have a decorator. A method without it replaces that of a base."""
+    """The options of the methods of a class that have a decorator, also of static methods and class methods.
+
+    A method without the decorator replaces that of a base.
+    """
     found: dict[str, Options] = {}
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
             found.pop(name, None)
-            if (options := read_options(value)) is not None:
+            options = read_options(value) or read_options(getattr(value, "__func__", None))
+            if options is not None:
                 found[name] = options
     return found
 
@@ -207,10 +204,6 @@ class Environment(AgentLoop):
     teardown_timeout_s: ClassVar[float] = 60.0
     """Maximum seconds of `teardown`."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        _refuse_mistaken_methods(cls)
-
     def __init__(self, task: Task) -> None:
         super().__init__(tools_of(self))
         self.task = task
@@ -227,39 +220,6 @@ class Environment(AgentLoop):
     async def run(self, episode: Episode) -> None:
         """Act until the task is done. By default as `ToolAgentLoop`, with the tools of this environment."""
         await ToolAgentLoop().run(episode)
-
-
-def _refuse_mistaken_methods(cls: type) -> None:
-    """Raise BadInputError for a reward that the policy could call as a tool, and for a tool or a reward in the place of
-    a method of `Environment` or that is no method, also of a mixin.
-    """
-    for base in cls.__mro__:
-        for name, value in vars(base).items():
-            _refuse_static_methods(f"{base.__name__}.{name}", value)
-    for name, value in vars(cls).items():
-        is_tool, is_reward = options_of(value) is not None, reward_of(value) is not None
-        if is_tool and is_reward:
-            raise BadInputError(
-                f"{cls.__name__}.{name} has the decorators @tool and @reward, so the policy could call its own reward; "
-                "write two methods"
-            )
-        if (is_tool or is_reward) and hasattr(Environment, name):
-            raise BadInputError(f"{name!r} is a method of every environment, so it cannot be a tool or a reward")
-
-
-def _refuse_static_methods(name: str, value: object) -> None:
-    """Raise BadInputError for a tool or a reward that is no method, for example a static method: it would be lost."""
-    wrappers = []
-    while isinstance(value, (staticmethod, classmethod, property, functools.cached_property)):
-        wrappers.append(value)
-        value = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", None)
-    found = [each for each in (*wrappers, value) if options_of(each) is not None or reward_of(each) is not None]
-    if wrappers and found:
-        other, own = type(wrappers[0]).__name__, "@reward" if reward_of(found[0]) is not None else "@tool"
-        raise BadInputError(
-            f"{name} has the decorators @{other} and {own}, but {own} is for methods of an instance; remove @{other}, "
-            "and let `self` be the first parameter"
-        )
 
 
 @dataclass(frozen=True)
@@ -279,7 +239,7 @@ class Agent:
         """The settings of the agent, for the check of a `run_dir`. For an environment: its class attributes."""
         kind = self.environment
         if kind is None or kind.identity is not AgentLoop.identity:
-            return read_identity(self.loop)
+            return dict(self.loop.identity)
         names = {name for base in kind.__mro__ if base not in Environment.__mro__ for name in vars(base)}
         values = {name: inspect.getattr_static(kind, name) for name in sorted(names)}
         return plain_attributes({name: value for name, value in values.items() if name not in vars(Environment)})
@@ -332,16 +292,13 @@ class Agent:
 def as_agent(agent: object) -> Agent:
     """The agent of an `Environment` class, an agent loop, the name of an agent loop, or a list of tools.
 
-    Raises BadInputError for anything else, and for an environment with a wrong deadline or number of attempts.
+    Raises BadInputError for anything else.
     """
-    if isinstance(agent, Environment):
+    if isinstance(agent, Environment):  # all samples would share its state
         name = type(agent).__name__
         raise BadInputError(f"each sample has an environment of its own, so pass the class {name}, not {name}(...)")
     if not (isinstance(agent, type) and issubclass(agent, Environment)):
         return Agent(None, ToolAgentLoop(agent) if is_list(agent) else as_agent_loop(agent))
-    checked_value(f"{agent.__name__}.setup_timeout_s", agent.setup_timeout_s, Positive)
-    checked_value(f"{agent.__name__}.teardown_timeout_s", agent.teardown_timeout_s, Positive)
-    checked_value(f"{agent.__name__}.setup_attempts", agent.setup_attempts, PositiveInt)
     example = agent.__new__(agent)  # for the schemas of the tools: no code of the user runs
     AgentLoop.__init__(example, tools_of(example))
     return Agent(agent, example)
@@ -372,15 +329,11 @@ async def _set_up(kind: type[Environment], task: Task) -> Environment:
 
 def _make(kind: type[Environment], task: Task) -> Environment:
     try:
-        environment = kind(task)
+        return kind(task)
     except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit would end the event loop
         raise as_exception(error) from error
-    if not (hasattr(environment, "tools") and hasattr(environment, "task")):
-        name = kind.__name__
-        raise BadInputError(f"the environment {name} has no tools; call super().__init__(task) in {name}.__init__")
-    return environment
 
 
 async def _tear_down(environment: Environment) -> None:

@@ -8,6 +8,7 @@ import contextvars
 import enum
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -106,8 +107,8 @@ class LoopSlots:
         return semaphore
 
 
-# -- Phase times ------------------------------------------------------------------------------------
-# Seconds and spans of the phases of a sample: waiting, setup, generation, tools and rewards.
+# -- Figures of a sample ----------------------------------------------------------------------------
+# Seconds and spans of the phases of a sample (waiting, setup, generation, tools and rewards), and counts of its calls.
 
 
 class Phase(enum.StrEnum):
@@ -125,28 +126,43 @@ class Phase(enum.StrEnum):
     """Rewards and metrics."""
 
 
-PhaseTimes = dict[str, float]
-_TIMES: contextvars.ContextVar[PhaseTimes | None] = contextvars.ContextVar("verl_server_phase_times", default=None)
+@dataclass(frozen=True)
+class SampleFigures:
+    """What a sample has spent so far."""
+
+    times: dict[str, float]
+    """Seconds of each phase."""
+    tool_counts: Counter[str]
+    """Calls of tools by names such as `search/calls` and `search/errors/timeout`, see `Sample.tool_counts`."""
+
+
+_FIGURES: contextvars.ContextVar[SampleFigures | None] = contextvars.ContextVar("verl_server_sample", default=None)
 
 
 @contextlib.contextmanager
-def measure_sample() -> Iterator[PhaseTimes]:
-    """Collect the seconds of a sample's phases, by their names. Tasks that begin within the block count, too."""
-    times: PhaseTimes = dict.fromkeys(Phase, 0.0)
-    token = _TIMES.set(times)
+def measure_sample() -> Iterator[SampleFigures]:
+    """Collect the figures of a sample. Tasks that begin within the block count, too."""
+    figures = SampleFigures(dict.fromkeys(Phase, 0.0), Counter())
+    token = _FIGURES.set(figures)
     try:
-        yield times
+        yield figures
     finally:
-        _TIMES.reset(token)
+        _FIGURES.reset(token)
 
 
 @contextlib.contextmanager
 def measure(phase: Phase, **attributes: AttributeValue) -> Iterator[Span]:
     """Add the seconds of the block to a phase of the current sample. The block is a span with these attributes."""
-    times, start = _TIMES.get(), time.monotonic()
+    figures, start = _FIGURES.get(), time.monotonic()
     try:
         with span(phase, attributes) as opened:
             yield opened
     finally:
-        if times is not None:
-            times[phase] += time.monotonic() - start
+        if figures is not None:
+            figures.times[phase] += time.monotonic() - start
+
+
+def count(name: str) -> None:
+    """Count a call of a tool in the current sample."""
+    if (figures := _FIGURES.get()) is not None:
+        figures.tool_counts[name] += 1

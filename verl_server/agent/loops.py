@@ -1,26 +1,33 @@
 """Agent loops: how an agent acts on a task.
 
 A subclass of `AgentLoop` implements `run`. `AgentLoop` and `Episode` handle limits, recording and errors. Loops can be
-registered by name.
+registered by name. `ChatScheduler` drives episodes by callbacks instead of a loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any, TypeVar
 
-from verl_server.agent.episodes.episode import Episode
-from verl_server.agent.limits import EpisodeStopped
-from verl_server.agent.samples import Turn
+from verl_server.agent.engines import GenerateFn
+from verl_server.agent.episode import Episode
+from verl_server.agent.limits import EpisodeStopped, RolloutLimits
+from verl_server.agent.samples import Task, Turn
 from verl_server.agent.tools.parsing import as_tool_call, parse_hermes_tool_calls, parse_json_tool_call
-from verl_server.agent.tools.tool import Tool, ToolCall, ToolRegistry, ToolResult
-from verl_server.agent.user_code import as_exception, await_to_its_end, create_user_task
+from verl_server.agent.tools.tool import Tool, ToolCall, ToolRegistry, ToolResult, as_tool_registry
+from verl_server.agent.user_code import USER_FAILURES, as_exception, await_to_its_end, create_user_task
 from verl_server.errors import BadInputError
+from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
+from verl_server.trajectory.rendering.messages import Message
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, is_bool
+from verl_server.validation import check_arguments, did_you_mean, is_bool
 
 AgentLoopClass = TypeVar("AgentLoopClass", bound="type[AgentLoop]")
 
@@ -33,9 +40,9 @@ _LOOPS: dict[str, type[AgentLoop]] = {}
 class AgentLoop(ABC):
     """A kind of agent. One instance serves any number of episodes at a time, so it must not store their state.
 
-    `tools`: list of the tools and functions that the policy may call. Raises BadInputError if it is not a list, if a
-    function cannot be a tool (see `FunctionTool`), and if two tools have the same name. A subclass with a constructor
-    of its own calls `super().__init__(tools)`.
+    `tools`: list of the tools and functions that the policy may call. Raises BadInputError if a function cannot be a
+    tool (see `FunctionTool`), and if two tools have the same name. A subclass with a constructor of its own calls
+    `super().__init__(tools)`.
     """
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
@@ -123,12 +130,10 @@ def _is_plain(value: object) -> bool:
 def register_agent_loop(name: str) -> Callable[[AgentLoopClass], AgentLoopClass]:
     """Class decorator `@register_agent_loop("name")` that registers an agent loop under a name.
 
-    Raises BadInputError for a name that is taken, and for a class that is no agent loop.
+    Raises BadInputError for a name that is taken.
     """
 
     def register(loop_class: AgentLoopClass) -> AgentLoopClass:
-        if not isinstance(loop_class, type) or not issubclass(loop_class, AgentLoop):
-            raise BadInputError(f"only subclasses of AgentLoop can be registered, got {loop_class!r}")
         if name in _LOOPS and _LOOPS[name] is not loop_class:
             raise BadInputError(f"an agent loop with the name {name!r} is already registered; choose another name")
         _LOOPS[name] = loop_class
@@ -149,22 +154,12 @@ def as_agent_loop(loop: object) -> AgentLoop:
     """The agent loop, or a new one for the name of a registered agent loop."""
     if isinstance(loop, str):
         return get_agent_loop(loop)()
-    if isinstance(loop, type) and issubclass(loop, AgentLoop):
-        raise BadInputError(f"agent must be an instance of an agent loop, got the class; write {loop.__name__}(tools)")
     if not isinstance(loop, AgentLoop):
         raise BadInputError(
             "agent must be a subclass of Environment, an AgentLoop, the name of an agent loop, or a list of tools, got "
-            f"{type(loop).__name__}"
+            f"{loop!r:.80}"
         )
-    if not isinstance(getattr(loop, "tools", None), ToolRegistry):
-        name = type(loop).__name__
-        raise BadInputError(f"the agent loop {name} has no tools; call super().__init__(tools) in {name}.__init__")
     return loop
-
-
-def read_identity(loop: AgentLoop) -> Json:
-    """The settings of an agent loop."""
-    return dict(loop.identity)
 
 
 @register_agent_loop("single_turn")
@@ -217,3 +212,149 @@ class InterleavedLoop(AgentLoop):
                 return
             (result,) = await tools.call_all([parse_json_tool_call(call.removesuffix(self.CALL_END))])
             episode.append_text(result.content, prefix="<result>", suffix="</result>")
+
+
+# -- Chat scheduler ---------------------------------------------------------------------------------
+
+TurnCallback = Callable[[Turn | None, Any, Exception | EpisodeStopped | None], Awaitable[None] | None]
+"""Called as `callback(turn, info, error)` when a turn ends. Exactly one of `turn` and `error` is None.
+
+`info` is the value that was passed to `submit`. `error` is an `EpisodeStopped` if the conversation reached a limit.
+"""
+
+
+@dataclass
+class _Conversation:
+    """A conversation and its server."""
+
+    episode: Episode
+    server: int
+    """Index of the server."""
+    has_running_turn: bool = False
+
+
+class ChatScheduler:
+    """Runs conversations on several servers, and reports each turn to a callback. Use it in one event loop.
+
+    It is for programs that have several servers without a router: a new conversation goes to the server with the fewest
+    requests and stays there, because that server has its prefix cache. Each conversation is an `Episode`. For a batch
+    of tasks, use `RolloutRunner`.
+
+    `servers`: list with one generate function per server. `limits`: limits of each conversation. `sampling_params`:
+    SGLang's sampling parameters of every turn. `tools`: tools and functions whose schemas are in the first prompt of
+    each conversation. The scheduler does not execute calls: the callback reads the calls of a turn with
+    `ToolAgentLoop.parse_tool_calls`, executes them with `ToolRegistry.call_all`, and submits the messages of the
+    results. Raises BadInputError if there is no server, for an argument of a wrong type, and for a function that cannot
+    be a tool.
+    """
+
+    @check_arguments(skip=("sampling_params", "tools"))
+    def __init__(
+        self,
+        servers: Sequence[GenerateFn],
+        renderer: ChatRenderer,
+        limits: RolloutLimits,
+        sampling_params: Mapping[str, Any],
+        *,
+        tools: ToolRegistry | Sequence[Tool | Callable[..., Any]] = (),
+    ) -> None:
+        if not servers:
+            raise BadInputError("a ChatScheduler needs at least one server")
+        self._servers = list(servers)
+        self._settings = renderer, limits, dict(sampling_params), as_tool_registry(tools)
+        self._num_requests = [0] * len(self._servers)
+        """Number of running turns by server."""
+        self._conversations: dict[str, _Conversation] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._callback_errors: list[Exception] = []
+
+    def submit(
+        self,
+        callback: TurnCallback,
+        messages: Sequence[Message],
+        *,
+        session_id: str | None = None,
+        info: Any = None,
+        **sampling_params: Any,
+    ) -> str:
+        """Start a turn after `messages`, which are the new messages only. Returns the id of the conversation at once.
+
+        `session_id`: id of the conversation; None starts a new conversation. `callback(turn, info, error)` is called
+        when the turn ends, and may submit the next turn. `sampling_params` override those of the scheduler for this
+        turn; a wrong one is the error of the turn. Raises BadInputError for invalid messages of a new conversation, for
+        an unknown conversation, and for a conversation whose last turn is still running.
+        """
+        if session_id is None:
+            session_id = uuid.uuid4().hex
+            server, task = self.least_loaded(self._num_requests), Task(session_id, messages)
+            episode = Episode(task, TrajectoryGraph(session_id), self._servers[server], *self._settings)
+            self._conversations[session_id] = _Conversation(episode, server)
+        conversation = self._require_idle(session_id)
+        conversation.has_running_turn = True
+        self._num_requests[conversation.server] += 1
+        running = asyncio.create_task(self._run_turn(conversation, callback, list(messages), info, sampling_params))
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
+        return session_id
+
+    def finish(self, session_id: str) -> Episode:
+        """Remove a conversation and return its episode.
+
+        Raises BadInputError for an unknown conversation, and for a conversation whose last turn is still running.
+        """
+        self._require_idle(session_id)
+        return self._conversations.pop(session_id).episode
+
+    @staticmethod
+    def least_loaded(num_requests: Sequence[int]) -> int:
+        """Index of the server that takes a new conversation: the first server with the fewest requests."""
+        return min(range(len(num_requests)), key=num_requests.__getitem__)
+
+    async def join(self) -> None:
+        """Wait until no turn is running, including turns that callbacks submit.
+
+        Raises an ExceptionGroup with the exceptions of callbacks, in which an EpisodeStopped is a RuntimeError. An
+        exception of one callback does not affect other conversations.
+        """
+        while self._running:
+            await asyncio.wait(set(self._running))
+        errors, self._callback_errors = self._callback_errors, []
+        if errors:
+            raise ExceptionGroup("callbacks failed", errors)
+
+    async def close(self) -> None:
+        """Cancel all running turns, also on the servers, and remove all conversations."""
+        running = set(self._running)
+        for turn in running:
+            turn.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._conversations.clear()
+
+    def _require_idle(self, session_id: str) -> _Conversation:
+        """The conversation with this id. Raises BadInputError if it is unknown or has a running turn."""
+        if session_id not in self._conversations:
+            raise BadInputError(f"there is no conversation {session_id!r}; omit session_id to start a new one")
+        conversation = self._conversations[session_id]
+        if conversation.has_running_turn:
+            raise BadInputError(f"conversation {session_id!r} has a running turn; wait for its callback")
+        return conversation
+
+    async def _run_turn(
+        self, conversation: _Conversation, callback: TurnCallback, messages: list[Message], info: Any, params: Json
+    ) -> None:
+        turn, error = None, None
+        try:
+            turn = await conversation.episode.generate(messages, **params)
+        except (Exception, EpisodeStopped) as failure:  # noqa: BLE001 - the callback handles the failure
+            error = failure  # the episode ends where it ended before, so the same messages can be submitted again
+        except asyncio.CancelledError as cancellation:
+            error = as_exception(cancellation)
+        finally:
+            conversation.has_running_turn = False
+            self._num_requests[conversation.server] -= 1
+        try:
+            result = callback(turn, info, error)
+            if inspect.isawaitable(result):
+                await result
+        except USER_FAILURES as failure:  # raised by `join`
+            self._callback_errors.append(as_exception(failure))

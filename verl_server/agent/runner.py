@@ -8,26 +8,26 @@ digests of the inputs of its sample. A run with other inputs is refused.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Task as RichTask
+from rich.text import Text
 
 from verl_server.agent.engines import (
     Engine,
     access_engine,
-    await_reply,
     require_sampling_params,
     with_reports,
     with_stop_tokens,
 )
 from verl_server.agent.environments import Environment, Reward, RewardFn, RewardOptions, as_agent, reward_of
-from verl_server.agent.episodes.episode_state import require_token_limit
+from verl_server.agent.episode import require_token_limit
 from verl_server.agent.limits import RolloutLimits
 from verl_server.agent.loops import AgentLoop
 from verl_server.agent.sample_runner import SampleRunner
@@ -38,8 +38,7 @@ from verl_server.agent.steps.groups import (
     RunChecker,
     RunnerCounters,
     Tasks,
-    get_group_filter,
-    require_tasks,
+    has_variance,
     stream_groups,
 )
 from verl_server.agent.steps.journal import FILE_NAME as JOURNAL_NAME
@@ -96,7 +95,7 @@ class RolloutRunner:
         sampling_params: Mapping[str, Any] | None = None,
         n: PositiveInt = 1,
         reward: RewardFn | None = None,
-        group_filter: GroupFilter | str | None = None,
+        group_filter: GroupFilter | Literal["has_variance"] | None = None,
         max_staleness: NotNegativeInt = 0,
         run_dir: Path | str | None = None,
         max_concurrency: PositiveInt = 256,
@@ -130,8 +129,7 @@ class RolloutRunner:
             return_routed_experts=return_routed_experts,
         )
         self._samples.agent.check_renderer(renderer)
-        has_rewards = any(options.weight for options in self._samples.reward_options.values())
-        self._group_filter = get_group_filter(group_filter, n, has_rewards)
+        self._group_filter = has_variance if group_filter == "has_variance" else group_filter
         self.counters = RunnerCounters()
 
     @check_arguments(skip=("tasks",))
@@ -143,29 +141,26 @@ class RolloutRunner:
         `Environment` or a `reward`: `4 * max_concurrency`). Samples that run then still finish.
 
         A sample whose agent loop or reward raises an exception has the stop reason `error` and the reward None, and the
-        other samples go on. If the first sample of each of the first 8 tasks fails with the same type of exception at
-        the same line, and no sample has succeeded, this exception is logged once. A run of fewer than 8 tasks also
-        compares the second samples, and so on, up to 8 samples or all samples. The iterator raises only the error of a
-        sample that cannot be recorded, and an exception of `group_filter` or of `tasks`.
+        other samples go on. If all samples of the first 8 groups have failed, or all samples of a run of fewer groups,
+        the last exception is logged once. The iterator raises only the error of a sample that cannot be recorded, and
+        an exception of `group_filter` or of `tasks`.
 
         With `run_dir`, finished samples that are recorded there are loaded, and unfinished samples continue. This is
         logged as a warning, because a new policy needs a new `run_dir`. For training steps, see `steps`.
 
-        Raises BadInputError for a value that is no task, for two tasks with the same id, for a task id that is no file
-        name if there is a `run_dir`, and for a sample that is recorded there with other inputs (messages or data of the
-        task, agent loop, tools, renderer, limits or sampling parameters): at once for a list, and for an iterator when
-        it is read.
+        Raises BadInputError for two tasks with the same id, for a task id that is no file name if there is a `run_dir`,
+        and for a sample that is recorded there with other inputs (messages or data of the task, agent loop, tools,
+        renderer, limits or sampling parameters): at once for a list, and for an iterator when it is read.
         """
-        require_tasks(tasks, self._samples.renderer)
-        checker = RunChecker(self._run_dir, self._n, self._samples.input_digests().of)
+        checker = RunChecker(self._run_dir, self._n, self._samples.input_digests())
         if isinstance(tasks, Sequence):
-            checker.check_all(tasks)
+            for number, task in enumerate(tasks):
+                checker.check(number, task)
         if self._run_dir is not None and (self._run_dir / JOURNAL_NAME).exists():
             raise BadInputError(f"run_dir {self._run_dir} belongs to the steps of a training run; pass another run_dir")
         if self._max_staleness:
             logger.warning("max_staleness=%d has no effect on `run`; it is for `steps`", self._max_staleness)
-        runner = self._make_group_runner(logs_common_failure=True)
-        return stream_groups(runner, tasks, checker.check, self._run_dir, self._group_filter)
+        return stream_groups(self._make_group_runner(), tasks, checker.check, self._run_dir, self._group_filter)
 
     @check_arguments(skip=("tasks",))
     def steps(
@@ -201,7 +196,6 @@ class RolloutRunner:
         `group_filter` and `tasks`, BadInputError for wrong arguments and for a `run_dir` of a run with other tasks or
         inputs, and ServerBusyError if another iterator uses the `run_dir`.
         """
-        require_tasks(tasks, self._samples.renderer)
         if self._run_dir is not None and any(self._run_dir.glob(f"*{FILE_SUFFIX}")):
             raise BadInputError(f"run_dir {self._run_dir} belongs to a call of `run`; pass another run_dir")
         options = StepOptions(
@@ -214,17 +208,16 @@ class RolloutRunner:
             pad_token_id=self._samples.renderer.pad_token_id,
             expert_layout=self._expert_layout,
         )
-        return StepStream(options, tasks, self._make_group_runner(logs_common_failure=False)).steps()
+        return StepStream(options, tasks, self._make_group_runner()).steps()
 
-    def _make_group_runner(self, *, logs_common_failure: bool) -> GroupRunner:
-        concurrency = self._max_concurrency
-        return GroupRunner(self._samples, self.counters, self._n, concurrency, logs_common_failure=logs_common_failure)
+    def _make_group_runner(self) -> GroupRunner:
+        return GroupRunner(self._samples, self.counters, self._n, self._max_concurrency)
 
     async def _generate_counted(
         self, *, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any
     ) -> Json:
         generate = with_reports(self._generate, on_tokens)
-        reply = await await_reply(generate(rid=rid, session_id=session_id, **request))
+        reply = await generate(rid=rid, session_id=session_id, **request)
         self.counters.num_turns += 1
         self.counters.num_sampled_tokens += len(reply["output_ids"])
         return reply
@@ -232,8 +225,6 @@ class RolloutRunner:
 
 # -- Progress ---------------------------------------------------------------------------------------
 # Live progress of a rollout on the terminal: finished groups, samples, turns, and sampled tokens per second.
-
-REFRESH_INTERVAL_S = 0.25
 
 
 async def with_progress(
@@ -244,38 +235,30 @@ async def with_progress(
     `total`: number of groups that are expected. None shows no total. `console`: where the bar is shown; None is the
     standard output. Raises the exceptions of `groups`.
     """
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("groups  {task.description}"), TimeElapsedColumn())
-    start, tokens_at_start = time.monotonic(), runner.counters.num_sampled_tokens
-    rewards: list[float] = []
+    figures = _Figures(runner)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("groups "), figures, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=total)
-
-        def refresh() -> None:
-            tokens = runner.counters.num_sampled_tokens - tokens_at_start
-            progress.update(bar, description=_describe(runner, tokens / max(time.monotonic() - start, 1e-9), rewards))
-
-        async def refresh_periodically() -> None:
-            while True:
-                refresh()
-                await asyncio.sleep(REFRESH_INTERVAL_S)
-
-        refreshing = asyncio.create_task(refresh_periodically())
-        try:
-            async for group in groups:
-                rewards += [sample.reward for sample in group.samples if sample.reward is not None]
-                progress.advance(bar)
-                refresh()
-                yield group
-        finally:
-            refreshing.cancel()
-            await asyncio.gather(refreshing, return_exceptions=True)
+        async for group in groups:
+            figures.rewards += [sample.reward for sample in group.samples if sample.reward is not None]
+            progress.advance(bar)
+            yield group
 
 
-def _describe(runner: RolloutRunner, tokens_per_s: float, rewards: list[float]) -> str:
-    """The text beside the progress bar."""
-    counters = runner.counters
-    text = f"{counters.num_running_samples} samples running, {counters.num_finished_samples} finished, "
-    text += f"{counters.num_failed_samples} failed; {counters.num_turns} turns, {tokens_per_s:.0f} tokens/s"
-    if rewards:
-        text += f"; mean reward {sum(rewards) / len(rewards):.3f}"
-    return text
+class _Figures(ProgressColumn):
+    """The text beside the bar. A thread of the bar renders it."""
+
+    def __init__(self, runner: RolloutRunner) -> None:
+        super().__init__()
+        self._counters, self._start = runner.counters, time.monotonic()
+        self._tokens_at_start = runner.counters.num_sampled_tokens
+        self.rewards: list[float] = []
+
+    def render(self, task: RichTask) -> Text:
+        counters, seconds = self._counters, max(time.monotonic() - self._start, 1e-9)
+        tokens_per_s = (counters.num_sampled_tokens - self._tokens_at_start) / seconds
+        text = f"{counters.num_running_samples} samples running, {counters.num_finished_samples} finished, "
+        text += f"{counters.num_failed_samples} failed; {counters.num_turns} turns, {tokens_per_s:.0f} tokens/s"
+        if self.rewards:
+            text += f"; mean reward {sum(self.rewards) / len(self.rewards):.3f}"
+        return Text(text)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from verl_server.agent.environments import (
     rewards_of,
     total_reward,
 )
-from verl_server.agent.episodes.episode import Episode
+from verl_server.agent.episode import Episode
 from verl_server.agent.limits import Phase, RolloutLimits, measure
 from verl_server.agent.loops import AgentLoop
 from verl_server.agent.samples import Sample, Segment, Task, find_finished_sample
@@ -43,17 +43,6 @@ def flush_pool() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=flush_pool.cache_clear)  # threads do not exist in a child
-
-
-class InputDigests:
-    """Digests of the inputs of the samples of one run. `digest_shared`: those that all samples have in common."""
-
-    def __init__(self, digest_shared: Callable[[], Mapping[str, str]]) -> None:
-        self._digest_shared = functools.cache(digest_shared)
-
-    def of(self, task: Task) -> dict[str, str]:
-        """Digests of the inputs of the samples of a task, by names that errors show."""
-        return {**task.digests, **self._digest_shared()}
 
 
 @dataclass(frozen=True)
@@ -192,7 +181,17 @@ class SampleRunner:
                 with measure(Phase.QUEUE):
                     await slots.acquire()
                 try:
-                    async with self._episode(agent, task, record) as episode:
+                    episode = Episode(
+                        task,
+                        record,
+                        self.generate,
+                        self.renderer,
+                        self.limits,
+                        self.sampling_params,
+                        agent.tools,
+                        return_routed_experts=self.return_routed_experts,
+                    )
+                    with contextlib.closing(episode):  # the agent loop may have left branches that generate
                         stop_reason = await agent.run_episode(episode)
                 finally:
                     slots.release()
@@ -209,25 +208,6 @@ class SampleRunner:
             if isinstance(error, OSError) and isinstance(record, Recorder) and record.failure is not None:
                 raise  # the sample cannot be recorded
             return Sample(task, index, graph, _find_end(None, (), graph), "error", to_wire(error)), error
-
-    @contextlib.asynccontextmanager
-    async def _episode(
-        self, agent: AgentLoop, task: Task, record: Recorder | TrajectoryGraph
-    ) -> AsyncIterator[Episode]:
-        episode = Episode(
-            task,
-            record,
-            self.generate,
-            self.renderer,
-            self.limits,
-            self.sampling_params,
-            agent.tools,
-            return_routed_experts=self.return_routed_experts,
-        )
-        try:
-            yield episode
-        finally:
-            episode.close()  # the agent loop may have left branches that generate
 
     async def _compute_rewards(self, agent: AgentLoop, sample: Sample) -> Outcome:
         rewards = [*rewards_of(agent), *self.rewards]
@@ -253,9 +233,13 @@ class SampleRunner:
             segments = [(segment.leaf, segment.loss_weight) for segment in sample.segments]
             record.terminate(sample.leaf, sample.stop_reason, sample.error, sample.reward, segments, sample.rewards)
 
-    def input_digests(self) -> InputDigests:
-        """The digests of the inputs of samples. They are computed when they are needed."""
-        return InputDigests(self._digest_shared_inputs)
+    def input_digests(self) -> Callable[[Task], dict[str, str]]:
+        """A function that gives the digests of the inputs of a task's samples, by names that errors show.
+
+        Those that all samples have in common are computed at its first call.
+        """
+        digest_shared = functools.cache(self._digest_shared_inputs)
+        return lambda task: {**task.digests, **digest_shared()}
 
     def _digest_shared_inputs(self) -> dict[str, str]:
         """Digests of what all samples depend on, by names that errors show."""

@@ -16,7 +16,7 @@ from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import digest
 from verl_server.trajectory.rendering.messages import Message, ParsedToolCall, copy_json, validate_messages
 from verl_server.types import Json
-from verl_server.validation import check_fields, is_finite_number
+from verl_server.validation import check_fields
 
 
 @check_fields(skip=("messages",))
@@ -227,10 +227,3 @@ def find_segments(graph: TrajectoryGraph, ends: Sequence[tuple[int | None, float
             segments.append(Segment(leaf, weight))
             trained.update(turns)
     return tuple(segments)
-
-
-def require_loss_weight(loss_weight: object) -> float:
-    """The weight of a segment. Raises BadInputError unless it is a finite number of at least 0."""
-    if not is_finite_number(loss_weight) or loss_weight < 0:
-        raise BadInputError(f"the loss_weight of a branch must be a finite number of at least 0, got {loss_weight!r}")
-    return float(loss_weight)

@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from verl_server.agent.engines import Engine
-from verl_server.agent.episodes.episode_state import EpisodeState
+from verl_server.agent.episode import EpisodeState
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
 from verl_server.gateway.config import GatewayConfig, require_gateway_arguments

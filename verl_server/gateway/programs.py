@@ -14,7 +14,7 @@ from typing import ClassVar
 import uvicorn
 
 from verl_server.agent.environments import Environment
-from verl_server.agent.episodes.episode import Episode, end_at
+from verl_server.agent.episode import Episode, end_at
 from verl_server.agent.samples import Task
 from verl_server.agent.sandboxes.local_sandbox import LocalSandbox
 from verl_server.agent.sandboxes.sandbox import MAX_COMMAND_BYTES, CommandResult, Sandbox, SandboxLimits

@@ -42,7 +42,6 @@ from verl_server.agent import (
     ToolCall,
     ToolRegistry,
     ToolResult,
-    mcp_tools,
     parse_hermes_tool_calls,
 )
 from verl_server.agent.user_code import _LEFT_RUNNING, wait_until_done
@@ -334,7 +333,7 @@ def test_decorated_functions_are_tools(function: Any, name: str, expected: str) 
 
 def test_unnamed_partial_behind_a_decorator_needs_a_name() -> None:
     partial = functools.partial(search_in, INDEX, limit=2)
-    with pytest.raises(BadInputError, match="which has no name"):
+    with pytest.raises(BadInputError, match=r"pass FunctionTool\(..., name="):
         ToolRegistry([Retry(partial)])
     tool = FunctionTool(Retry(partial), name="search")
     assert tool.schema["function"]["description"] == "Search an index."
@@ -344,7 +343,10 @@ def test_unnamed_partial_behind_a_decorator_needs_a_name() -> None:
 @pytest.mark.parametrize("function", [yield_results, yield_later, log_calls(yield_results), log_calls(yield_later)])
 def test_iterator_as_a_result_is_raised(function: Any) -> None:
     """The policy cannot avoid the mistake, so the episode fails."""
-    with pytest.raises(BadInputError, match=r"tool '.*' returned an iterator.* return them as a list"):
+    with pytest.raises(
+        BadInputError,
+        match=r"tool '.*' returned <(async_)?generator object .*, of which Python writes only the address",
+    ):
         asyncio.run(FunctionTool(function).call({"query": "x"}))
 
 
@@ -412,44 +414,31 @@ class ReturningTool(EchoTool):
 
 
 def test_run_of_a_tool_that_returns_no_coroutine_is_raised() -> None:
-    with pytest.raises(BadInputError, match=r"ReturningTool.run .* its call returned str; write `async def run"):
+    with pytest.raises(BadInputError, match=r"ReturningTool.run must be a coroutine function: write `async def run`"):
         asyncio.run(ReturningTool().call({}))
-
-
-class UnfinishedTool(Tool):
-    def __init__(self) -> None:
-        """Does not call the constructor of Tool."""
-
-    async def run(self, arguments: Any) -> Any:
-        raise AssertionError
-
-
-def test_tool_without_the_constructor_of_its_base_is_refused() -> None:
-    with pytest.raises(BadInputError, match=r"tool UnfinishedTool has no attribute 'name'; call super\(\).__init__"):
-        ToolRegistry([UnfinishedTool()])
 
 
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (without_annotation, "'without_annotation': parameter 'query' has no annotation.*Write `query: str`"),
-        (without_docstring, "'without_docstring' has no docstring.*(?s:.)*def search"),
-        (with_unknown_annotation, "name 'Query' is not defined. Import their types at run time"),
-        (with_annotation_without_schema, "annotation of parameter 'lock' has no JSON schema"),
-        (with_tensor, "annotation of parameter 'values' has no JSON schema.*Use a type of JSON"),
-        (with_typed_dict, "annotation of parameter 'point' has no JSON schema.*typing_extensions.TypedDict"),
-        (with_words_as_annotation, r"list of ints.*An annotation must be a type, for example list\[int\]"),
-        (with_underscore, "a parameter cannot have the name '_query'; rename it"),
-        (with_name_of_pydantic, "a parameter cannot have the name 'model_config'; rename it"),
+        (without_annotation, "'without_annotation': .*the parameter 'query' has no annotation"),
+        (without_docstring, "'without_docstring' has no docstring"),
+        (with_unknown_annotation, "name 'Query' is not defined. .*imported at run time"),
+        (with_annotation_without_schema, "parameters have no JSON schema.*threading.Thread"),
+        (with_tensor, "parameters have no JSON schema.*Tensor.*with a type of JSON"),
+        (with_typed_dict, "parameters have no JSON schema.*typing_extensions.TypedDict"),
+        (with_words_as_annotation, r"parameters have no JSON schema.*list of ints"),
+        (with_underscore, "parameters have no JSON schema.*_query"),
+        (with_name_of_pydantic, "a parameter cannot have the name 'model_config'"),
         (with_any_number, "parameter 'queries' cannot be passed by name"),
-        (call_through(add), "tool 'call' has no docstring(?s:.)*needs @functools.wraps"),
-        (call_documented(add), "parameter 'args' cannot be passed by name.*needs @functools.wraps"),
-        (len, "parameter 'obj' cannot be passed by name"),
-        (lambda query: query, "has no docstring(?s:.)*def search"),
-        (functools.partial(add, 1), r"got functools.partial.*, which has no name; pass FunctionTool\(..., name="),
-        (SearchTool, "got the class SearchTool"),
-        (SearchTool(), r"got <.*SearchTool object.*, which has no name; pass FunctionTool\(..., name="),
-        (SearchTool.find, r"method of the class SearchTool; pass the method of an object, .* SearchTool\(\).find"),
+        (call_through(add), "tool 'call' has no docstring.*needs @functools.wraps"),
+        (call_documented(add), "parameter 'args' .*needs @functools.wraps"),
+        (len, "parameter 'obj' has no annotation"),
+        (lambda query: query, "has no docstring"),
+        (functools.partial(add, 1), r"got functools.partial.*; .*pass FunctionTool\(..., name="),
+        (SearchTool, "got <class '.*SearchTool'>"),
+        (SearchTool(), r"got <.*SearchTool object.*; .*pass FunctionTool\(..., name="),
+        (SearchTool.find, "'find': .*the parameter 'self' has no annotation"),
         ("add", "a tool must be a function, a method or a Tool, got 'add'"),
     ],
 )
@@ -559,18 +548,6 @@ def test_lone_surrogate_in_an_error_is_escaped() -> None:
     assert asyncio.run(FunctionTool(open_file).call({})).content == "Error: FileNotFoundError: a\\udcff"
 
 
-@pytest.mark.parametrize("tools", [add, FunctionTool(add), "add", {"add": add}, None])
-def test_tools_must_be_a_list(tools: Any) -> None:
-    with pytest.raises(BadInputError, match="tools must be a list, got"):
-        ToolAgentLoop(tools)
-
-
-def test_tools_of_mcp_need_async_with() -> None:
-    tools: Any = mcp_tools("http://127.0.0.1:9/mcp")
-    with pytest.raises(BadInputError, match=r"tools must be a list.*write `async with mcp_tools\(...\) as tools:`"):
-        ToolAgentLoop(tools)
-
-
 def test_tools_need_a_positive_timeout() -> None:
     for timeout_s in (0, -1.0, float("nan"), "5"):
         with pytest.raises(BadInputError, match=r"^timeout_s must be (greater|a finite|a valid) .*, got "):
@@ -644,21 +621,6 @@ def test_a_tool_may_set_its_attributes_by_itself() -> None:
 
     result = asyncio.run(ToolRegistry([Own()]).call(ToolCall("own", {})))
     assert (result.error_type, result.content) == ("raised", "Error: ValueError: no such item")
-
-
-def test_a_tool_without_a_deadline_is_refused() -> None:
-    """A call without a deadline could block its sample for ever."""
-
-    class Waits(Tool):
-        def __init__(self) -> None:
-            super().__init__("wait", "Wait.", {"type": "object", "properties": {}}, 5.0)
-            self.timeout_s = None  # type: ignore[assignment]
-
-        async def run(self, arguments: Mapping[str, Any]) -> Any:
-            await asyncio.sleep(60)
-
-    with pytest.raises(BadInputError, match="timeout_s must be"):
-        asyncio.run(asyncio.wait_for(Waits().call({}), 20))
 
 
 def test_a_synchronous_decorator_around_a_coroutine_function_is_awaited() -> None:

@@ -384,8 +384,6 @@ def test_tools_and_rewards_of_an_environment_have_their_order_and_options() -> N
         (lambda: tool(max_concurrency=True), "max_concurrency must be a valid integer"),
         (lambda: tool(truncate="both"), "truncate must be 'start', 'middle' or 'end'"),  # type: ignore[call-overload]
         (lambda: tool(name=""), "name must have at least 1 character"),
-        (lambda: tool("search"), "tool is a decorator"),  # type: ignore[call-overload]
-        (lambda: reward(3), "reward is a decorator"),  # type: ignore[call-overload]
         (lambda: reward(weight=float("nan")), "weight must be a finite number"),
         (lambda: reward(timeout_s=-1), "timeout_s must be greater than 0"),
     ],
@@ -676,36 +674,16 @@ def test_a_loaded_sample_is_trained_as_it_finished(renderer: ChatRenderer, tmp_p
     assert file.read_bytes().count(b'{"termination"') == 2
 
 
-def decorated_run() -> type:
-    class Bad(Environment):
-        @tool
-        async def run(self, command: str) -> str:  # type: ignore[override]
-            """Run a command."""
-            return command
-
-    return Bad
-
-
-def test_a_tool_in_the_place_of_a_method_is_refused() -> None:
-    with pytest.raises(BadInputError, match="'run' is a method of every environment, so it cannot be a tool"):
-        decorated_run()
-
-
-def test_wrong_settings_and_names_are_refused_by_the_runner(renderer: ChatRenderer) -> None:
-    class NoSetup(Shop):
-        setup_attempts: ClassVar[int] = 0
-
+def test_a_reward_of_the_runner_needs_a_name_of_its_own(renderer: ChatRenderer) -> None:
     class Named(Shop):
         @reward
         def reward(self, sample: Sample) -> float:
             return 1.0
 
-    for agent, options, expected in (
-        (NoSetup, {}, "NoSetup.setup_attempts must be greater than or equal to 1, got 0"),
-        (Named, {"reward": lambda sample: 1.0}, "has a reward 'reward', and so has the runner"),
-    ):
-        with pytest.raises(BadInputError, match=expected):
-            RolloutRunner(agent, buying_policy(renderer), renderer=renderer, limits=RolloutLimits(9), **options)  # type: ignore[arg-type]
+    with pytest.raises(BadInputError, match="has a reward 'reward', and so has the runner"):
+        RolloutRunner(
+            Named, buying_policy(renderer), renderer=renderer, limits=RolloutLimits(9), reward=lambda sample: 1.0
+        )
 
 
 @pytest.mark.parametrize("value", [float("nan"), "1.5", None])

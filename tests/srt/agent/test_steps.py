@@ -439,8 +439,6 @@ def test_a_filter_that_rejects_everything_is_told(renderer: ChatRenderer, caplog
     )
     assert "rejected 32 groups" in second
     assert "rejected 40 groups one after the other, whose mean reward is 0.25; the run ends without a step" in last
-    with pytest.raises(BadInputError, match="group_filter returned None for task"):
-        run(make_tasks(2), group_filter=lambda group: None)
 
 
 def test_a_body_that_blocks_the_event_loop_is_told(renderer: ChatRenderer, caplog: pytest.LogCaptureFixture) -> None:
@@ -488,8 +486,6 @@ def test_errors_of_the_caller_end_the_steps(renderer: ChatRenderer) -> None:
         with pytest.raises(expected):
             asyncio.run(take_all(runner_of(Policy(), renderer, **options).steps(tasks, num_groups=4)))
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"tasks": [make_tasks(1)], "num_groups": 1}, "got list; tasks are read one at a time, so pass no batches"),
-        ({"tasks": [{"x": 1}], "num_groups": 1}, r"tasks\[0\] must be a Task, got dict; for a data set, pass"),
         ({"tasks": [], "num_groups": 0}, "num_groups must be greater than or equal to 1, got 0"),
         (
             {"tasks": [], "num_groups": 1, "num_extra_groups": -1},

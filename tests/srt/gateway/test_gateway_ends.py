@@ -19,7 +19,7 @@ from helpers import wait_until
 from test_gateway_limits import LIMITS, HeldGenerateFn
 
 from verl_server.agent import Task
-from verl_server.agent.episodes.episode import Episode
+from verl_server.agent.episode import Episode
 from verl_server.errors import StartupError, VerlServerError
 from verl_server.gateway import Gateway
 from verl_server.gateway.programs import serve_episode

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 
 from verl_server.adapter.sglang.replies import error_from_reply
 from verl_server.agent import RolloutLimits
-from verl_server.agent.episodes.episode_state import EpisodeState
+from verl_server.agent.episode import EpisodeState
 from verl_server.errors import ServerDiedError, ServerError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig

@@ -1,6 +1,6 @@
 """The command server of a local sandbox: it runs commands, enforces the limits and ends when the trainer ends.
 
-The trainer sends frames (`frames.py`): `{"run": id, "command", "env", "cwd", "timeout_s"}` with the standard input, or
+The trainer sends frames: `{"run": id, "command", "env", "cwd", "timeout_s"}` with the standard input, or
 `{"cancel": id}`. Each command is answered by `{"id", "exit_code", "exceeded", "stdout_bytes"}` with both outputs. The
 end of the socket ends the sandbox. Imports the standard library only, so that a sandbox starts quickly.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import json
 import os
 import resource
 import selectors
@@ -20,17 +21,122 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl_server.agent.sandboxes import confinement
 from verl_server.agent.sandboxes.confinement import PR_SET_PDEATHSIG, call_prctl, enter_process_namespace
-from verl_server.agent.sandboxes.frames import FrameBuffer, OutputPipe, encode_frame
 from verl_server.server.warden.processes import list_descendants
 
+# -- Frames -----------------------------------------------------------------------------------------
+# Messages between the trainer and the command server: JSON objects with bytes.
+#
+# A frame is the length of the JSON and the length of the bytes, each as 4 bytes in network order, then the JSON and the
+# bytes. No file descriptors are sent: Linux counts those that are on their way for each user, and refuses too many.
+
+HEADER = struct.Struct("!II")
+
+
+def encode_frame(message: Mapping[str, Any], content: bytes = b"") -> bytes:
+    """The frame of a message."""
+    encoded = json.dumps(message).encode()
+    return HEADER.pack(len(encoded), len(content)) + encoded + content
+
+
+class FrameBuffer:
+    """Bytes that have arrived, until they are whole frames."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """Add bytes. Yields each message that is complete now."""
+        self._bytes += data
+        while len(self._bytes) >= HEADER.size:
+            message_size, content_size = HEADER.unpack_from(self._bytes)
+            begin = HEADER.size + message_size
+            if len(self._bytes) < begin + content_size:
+                return
+            message = json.loads(self._bytes[HEADER.size : begin])
+            content = bytes(self._bytes[begin : begin + content_size])
+            del self._bytes[: begin + content_size]
+            yield message, content
+
+
+# -- Outputs ----------------------------------------------------------------------------------------
+
+PIPE_CHUNK_BYTES = 1 << 16
+MAX_PIPE_BYTES = 1 << 20
+
+
+class BoundedOutput:
+    """Keeps at most `max_bytes` of an output: of a longer output the middle is replaced by a note."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._head_bytes, self._tail_bytes = max_bytes - max_bytes // 2, max_bytes // 2
+        self._head, self._tail = bytearray(), bytearray()
+        self._num_omitted = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Append a part of the output."""
+        room = self._head_bytes - len(self._head)
+        self._head += chunk[:room]
+        self._tail += chunk[room:]
+        excess = len(self._tail) - self._tail_bytes
+        if excess > 0:
+            self._num_omitted += excess
+            del self._tail[:excess]
+
+    @property
+    def content(self) -> bytes:
+        """The beginning, the note if there is one, and the end."""
+        note = f"\n[... {self._num_omitted} bytes omitted ...]\n".encode() if self._num_omitted else b""
+        return bytes(self._head) + note + bytes(self._tail)
+
+
+class OutputPipe:
+    """The read end of a pipe, which does not block, and what was read from it."""
+
+    def __init__(self, descriptor: int, max_bytes: int) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self._output = BoundedOutput(max_bytes)
+        self._is_taken = self._is_finished = self.is_closed = False
+
+    def read(self) -> bool:
+        """Read what is there. Returns False at the end of the output."""
+        self._read_chunk()
+        return not self._is_finished
+
+    def _read_chunk(self) -> bool:
+        """Read once. Returns False if there is nothing to read now."""
+        try:
+            chunk = os.read(self.descriptor, PIPE_CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        self._is_finished = not chunk
+        if not self._is_taken:
+            self._output.add(chunk)
+        return True
+
+    def take(self) -> bytes:
+        """The output so far, with what the pipe holds. What a process prints after that is dropped."""
+        for _ in range(MAX_PIPE_BYTES // PIPE_CHUNK_BYTES):
+            if self._is_finished or not self._read_chunk():
+                break
+        self._is_taken = True
+        content, self._output = self._output.content, BoundedOutput(0)
+        return content
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self.descriptor)
+        self.is_closed = True
+
+
 # -- Process usage ----------------------------------------------------------------------------------
-# What the processes of a sandbox use, read from `/proc`. Imports the standard library only.
+# What the processes of a sandbox use, read from `/proc`.
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -249,9 +355,9 @@ class CommandServer:
 
     def _execute(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Become the command, in the child."""
-        arguments, env = request["command"], {**self._env, **request["env"]}
-        failing = arguments[0]
+        failing = ""
         try:
+            arguments, env = request["command"], {**self._env, **request["env"]}
             call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.setsid()
             for number, descriptor in enumerate(descriptors):
@@ -434,7 +540,7 @@ def kill_processes(pids: Sequence[int]) -> None:
 
 
 # -- Sandbox process --------------------------------------------------------------------------------
-# The processes of a local sandbox: launcher, namespaces, command server. Imports the standard library only.
+# The processes of a local sandbox: launcher, namespaces, command server.
 #
 # The launcher makes the folder of the sandbox and stays outside of the namespaces, so that it can remove the folder.
 # Its child enters the namespaces, and the child of that child, the first process of the process namespace, becomes the

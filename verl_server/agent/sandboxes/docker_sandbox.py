@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl_server.agent.sandboxes.frames import BoundedOutput
+from verl_server.agent.sandboxes.command_server import BoundedOutput
 from verl_server.agent.sandboxes.sandbox import (
     ANSWER_TIMEOUT_S,
     CommandOutcome,
@@ -59,8 +59,6 @@ class DockerSandbox(Sandbox):
         Raises BadInputError if the package `docker` is not installed.
         """
         super().__init__(limits, network=network)
-        if not isinstance(image, str) or not image:
-            raise BadInputError(f"image must be the name of an image of Docker, got {image!r}")
         try:
             import docker  # noqa: F401
         except ImportError as error:

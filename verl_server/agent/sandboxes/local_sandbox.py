@@ -19,15 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from verl_server.agent.sandboxes.command_server import END_SIGNALS, START, remove_folder
-from verl_server.agent.sandboxes.frames import FrameBuffer, encode_frame
+from verl_server.agent.sandboxes.command_server import END_SIGNALS, START, FrameBuffer, encode_frame, remove_folder
 from verl_server.agent.sandboxes.sandbox import (
     ANSWER_TIMEOUT_S,
     CommandOutcome,
     CommandRequest,
     Sandbox,
     SandboxLimits,
-    listen_in,
     not_running,
 )
 from verl_server.agent.user_code import call_user_function, wait_uncancelled, wait_within
@@ -39,7 +37,23 @@ _warned: set[str] = set()
 """Kinds of confinement whose lack was logged."""
 
 Result = TypeVar("Result")
-PROGRAM = Path(__file__).with_name("sandbox_main.py")
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import verl_server  # later imports of its modules do not use sys.path
+del sys.path[0]  # it must not hide modules of the standard library
+from verl_server.agent.sandboxes import command_server
+command_server.main(sys.argv[1])
+"""
+"""First code of a sandbox, with the path of a new folder and that of the folder of `verl_server` as arguments."""
+PACKAGE_FOLDER = Path(__file__).parents[3]
+SEND_SOCKET = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, socket.socket(socket.AF_UNIX) as client:
+    client.connect(sys.argv[1])
+    socket.send_fds(client, [b"1"], [listener.fileno()])
+"""
+RECEIVE_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 30.0
 """Maximum seconds for the sandbox to end its processes and remove its files."""
@@ -98,9 +112,36 @@ class LocalSandbox(Sandbox):
             )
 
     async def listen(self) -> socket.socket:
+        # The sandbox has a network namespace of its own: its commands reach no port of the machine. A socket belongs to
+        # the network namespace in which it was made, and any process can hold it. So a command makes the socket and
+        # sends it through a Unix socket in the folder of the sandbox (`SCM_RIGHTS`, `man 7 unix`).
         if self.folder is None:
             raise not_running("it was not started")
-        return await listen_in(self, self.folder)
+        name, descriptors = f".listen-{secrets.token_hex(8)}", list[int]()
+        try:
+            with contextlib.ExitStack() as stack:
+                opened = os.open(self.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                stack.callback(os.close, opened)
+                inbox = stack.enter_context(socket.socket(socket.AF_UNIX))
+                inbox.bind(f"/proc/self/fd/{opened}/{name}")  # the path of a Unix socket has at most 107 characters
+                try:
+                    inbox.listen(1)
+                    result = await self.run([os.path.realpath(sys.executable), "-I", "-c", SEND_SOCKET, name])
+                finally:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=opened)
+                if result.exit_code:
+                    raise InfrastructureError(f"the sandbox cannot listen on its loopback interface: {result.text}")
+                inbox.settimeout(RECEIVE_TIMEOUT_S)  # the connection waits already
+                connection = stack.enter_context(inbox.accept()[0])
+                connection.settimeout(RECEIVE_TIMEOUT_S)
+                descriptors = socket.recv_fds(connection, 1, 1)[1]
+        except OSError as error:
+            raise InfrastructureError(f"the sandbox has sent no socket: {error}") from error
+        if not descriptors:
+            raise InfrastructureError("the sandbox has sent no socket")
+        os.set_inheritable(descriptors[0], False)  # a child of the trainer would keep the port
+        return socket.socket(fileno=descriptors[0])
 
     async def close(self) -> None:
         self._disconnect("it was closed")
@@ -124,7 +165,7 @@ class LocalSandbox(Sandbox):
             ours.setblocking(False)
             with _blocked_signals():  # a signal to all processes must not end the launcher before it can clean up
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", str(PROGRAM), str(folder)], stdin=theirs.fileno(),
+                    [sys.executable, "-I", "-c", PROGRAM, str(folder), str(PACKAGE_FOLDER)], stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL, stderr=self._log, env=env, cwd="/", start_new_session=True,
                 )  # fmt: skip
             reader, self._writer = await asyncio.open_connection(sock=ours)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import secrets
 import socket
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -19,77 +15,29 @@ from verl_server.config import Positive, PositiveInt
 from verl_server.errors import BadInputError, InfrastructureError, UnsupportedError, UserCodeError
 from verl_server.validation import check_arguments, check_fields, require_seconds
 
-# -- Arguments --------------------------------------------------------------------------------------
-# Checks of the arguments of a sandbox's methods.
-
 MAX_COMMAND_BYTES = 120 * 1024
-"""Maximum size of an argument, and of all environment variables. Linux refuses an argument of 128 KiB."""
+"""Maximum size of an argument of a program. Linux refuses an argument of 128 KiB."""
 
 
-def require_arguments(command: object, shell: str) -> list[str]:
-    """The program and its arguments for a command: a line for the shell, or a list. Raises BadInputError."""
-    if isinstance(command, str):
-        parts: list[object] = [shell, "-c", command]
-    elif isinstance(command, (list, tuple)):
-        parts = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in command]
-    else:
-        parts = [command]
-    arguments = [item for item in parts if isinstance(item, str)]
-    if len(arguments) < len(parts):
-        raise BadInputError(f'a command must be a string or a list such as ["ls", "-l"], got {command!r:.80}')
-    if not arguments or not arguments[0] or (isinstance(command, str) and not command.strip()):
+def _as_arguments(command: str | Sequence[str | os.PathLike[str]], shell: str) -> list[str]:
+    """The program and its arguments for a command: a line for the shell, or a list.
+
+    A policy writes commands, so what no program can be given is BadInputError, and no failure of the sandbox.
+    """
+    arguments = [shell, "-c", command] if isinstance(command, str) else [os.fspath(item) for item in command]
+    if not arguments:
         raise BadInputError("the command is empty")
-    if any("\0" in item for item in arguments):
-        raise BadInputError("the command has a NUL character, which no program can be given")
-    size = max(len(_encode("the command", item)) for item in arguments)
-    if size > MAX_COMMAND_BYTES:
-        raise BadInputError(
-            f"the command has {size:,} bytes, the maximum is {MAX_COMMAND_BYTES:,}; write it to a file with write_file "
-            "and run the file"
-        )
+    for item in arguments:
+        if "\0" in item or len(_as_bytes(item)) > MAX_COMMAND_BYTES:
+            raise BadInputError(
+                f"the command has a NUL character, or more than {MAX_COMMAND_BYTES:,} bytes; write it to a file with "
+                "write_file and run the file"
+            )
     return arguments
 
 
-def require_content(name: str, content: object) -> bytes:
-    """The bytes of a text or of bytes. Raises BadInputError for another type."""
-    if isinstance(content, str):
-        return _encode(name, content)
-    if isinstance(content, (bytes, bytearray, memoryview)):
-        return bytes(content)
-    hint = "; pass json.dumps(...) for a dict or a list" if isinstance(content, (dict, list)) else ""
-    raise BadInputError(f"{name} must be a text or bytes, got {type(content).__name__}{hint}")
-
-
-def require_path(name: str, path: object) -> str:
-    """The path as text. Raises BadInputError for another type, an empty path, a NUL character and a leading `~`."""
-    text = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(text, str):
-        raise BadInputError(f"{name} must be a string or a pathlib.Path, got {path!r:.80}")
-    if not text or "\0" in text:
-        raise BadInputError(f"{name} is empty or has a NUL character: {text!r:.80}")
-    if text.startswith("~"):
-        raise BadInputError(f"`~` is not expanded in {name} {text!r:.80}; the folder of the sandbox is its home")
-    _encode(name, text)
-    return text
-
-
-def require_env(env: object) -> dict[str, str]:
-    """A copy of environment variables. Raises BadInputError for names and values that no program can be given."""
-    if not isinstance(env, Mapping) or not all(isinstance(item, str) for pair in env.items() for item in pair):
-        raise BadInputError(f'env must be a dict of strings such as {{"SEED": "1"}}, got {env!r:.80}')
-    if any("\0" in name + value or "=" in name or not name for name, value in env.items()):
-        raise BadInputError("a name in env is empty or has '=', or a name or value has a NUL character")
-    if sum(len(_encode("env", name + value)) for name, value in env.items()) > MAX_COMMAND_BYTES:
-        raise BadInputError(f"env has more than {MAX_COMMAND_BYTES:,} bytes")
-    return dict(env)
-
-
-def _encode(name: str, text: str) -> bytes:
-    """UTF-8, with the bytes that Python has put into a text for file names that are not UTF-8."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError as error:
-        raise BadInputError(f"{name} has a character that UTF-8 does not have: {error}") from None
+def _as_bytes(content: str | bytes) -> bytes:
+    return content.encode("utf-8", "surrogateescape") if isinstance(content, str) else bytes(content)
 
 
 # -- Sandbox ----------------------------------------------------------------------------------------
@@ -222,18 +170,12 @@ class Sandbox(ABC):
         those that have begun a session of their own. Output that is not UTF-8, or is cut within a character, has
         replacement characters.
 
-        Raises BadInputError for arguments of a wrong type, for a command that is empty, has a NUL character or is
-        longer than 120 KiB, and for a sandbox that was not started or was started in another event loop;
-        InfrastructureError if the sandbox has failed or is closed.
+        Raises BadInputError for a command that is empty, has a NUL character or is longer than 120 KiB, for a
+        `timeout_s` that is no positive number, and for a sandbox that was not started or was started in another event
+        loop; InfrastructureError if the sandbox has failed or is closed.
         """
-        request = CommandRequest(
-            require_arguments(command, self.shell),
-            require_content("stdin", stdin),
-            None if cwd is None else require_path("cwd", cwd),
-            require_env({} if env is None else env),
-            require_seconds("timeout_s", timeout_s),
-        )
-        outcome = await self._execute_running(request)
+        folder = None if cwd is None else os.fspath(cwd)
+        outcome = await self._execute_running(command, _as_bytes(stdin), folder, env or {}, timeout_s)
         stdout, stderr = (output.decode("utf-8", "replace") for output in (outcome.stdout, outcome.stderr))
         return CommandResult(outcome.exit_code, stdout, stderr, outcome.exceeded)
 
@@ -244,7 +186,7 @@ class Sandbox(ABC):
 
         Raises OSError if the file cannot be written, and the errors of `run`.
         """
-        data, target = require_content("content", content), require_path("path", path)
+        data, target = _as_bytes(content), os.fspath(path)
         if len(data) > self.limits.max_file_bytes:
             raise OSError(
                 f"{target} would have {len(data)} bytes, more than max_file_bytes={self.limits.max_file_bytes}"
@@ -259,11 +201,9 @@ class Sandbox(ABC):
 
         Raises OSError if the file cannot be read or is longer, and the errors of `run`.
         """
-        target, limit = require_path("path", path), self.limits.max_output_bytes
+        target, limit = os.fspath(path), self.limits.max_output_bytes
         command = ["sh", "-c", 'exec head -c "$2" < "$1"', "sh", target, str(limit)]
-        outcome = await self._execute_running(
-            CommandRequest(command, b"", None, {}, require_seconds("timeout_s", timeout_s))
-        )
+        outcome = await self._execute_running(command, b"", None, {}, timeout_s)
         if outcome.exit_code:
             reason = outcome.stderr.decode("utf-8", "replace").strip() or f"[killed: {outcome.exceeded} limit exceeded]"
             raise OSError(f"the sandbox cannot read {target}: {reason}")
@@ -273,8 +213,16 @@ class Sandbox(ABC):
             )
         return outcome.stdout
 
-    async def _execute_running(self, request: CommandRequest) -> CommandOutcome:
-        """Run a program. Raises the errors of `run` if the sandbox does not run or runs in another event loop."""
+    async def _execute_running(
+        self,
+        command: str | Sequence[str | os.PathLike[str]],
+        stdin: bytes,
+        cwd: str | None,
+        env: Mapping[str, str],
+        timeout_s: float,
+    ) -> CommandOutcome:
+        """Run a program. Raises the errors of `run`."""
+        arguments, timeout_s = _as_arguments(command, self.shell), require_seconds("timeout_s", timeout_s)
         if self._ending is not None:
             raise not_running(self._ending)
         if self._loop is None:
@@ -286,7 +234,7 @@ class Sandbox(ABC):
                 "the sandbox was started in another event loop. Call it in coroutine functions only: write `async def` "
                 "tools and rewards, without asyncio.run"
             )
-        return await self._execute(request)
+        return await self._execute(CommandRequest(arguments, stdin, cwd, env, timeout_s))
 
     def _begin(self) -> None:
         """Note that the sandbox starts in the running event loop. Raises UserCodeError if it was started before."""
@@ -307,57 +255,3 @@ class Sandbox(ABC):
 def not_running(reason: str) -> InfrastructureError:
     """The error of a command in a sandbox that does not run."""
     return InfrastructureError(f"the sandbox does not run: {reason}")
-
-
-# -- Loopback ---------------------------------------------------------------------------------------
-# A listening socket on the loopback interface of a sandbox, for a server in the process of the trainer.
-#
-# A local sandbox has a network namespace of its own: its commands reach no port of the machine. A socket belongs to
-# the network namespace in which it was made, and any process can hold it. So a command in the sandbox makes the socket
-# and sends it to the trainer through a Unix socket in the folder of the sandbox (`SCM_RIGHTS`, `man 7 unix`).
-
-SEND_SOCKET = """
-import socket, sys
-with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, socket.socket(socket.AF_UNIX) as client:
-    client.connect(sys.argv[1])
-    socket.send_fds(client, [b"1"], [listener.fileno()])
-"""
-RECEIVE_TIMEOUT_S = 10.0
-
-
-async def listen_in(sandbox: Sandbox, folder: Path) -> socket.socket:
-    """A socket that listens on a free port of `127.0.0.1` in the sandbox. `folder`: that in which commands start.
-
-    Raises InfrastructureError if the sandbox cannot make the socket.
-    """
-    name = f".listen-{secrets.token_hex(8)}"
-    try:
-        with _opened(folder) as opened, socket.socket(socket.AF_UNIX) as inbox:
-            inbox.bind(f"/proc/self/fd/{opened}/{name}")  # the path of a Unix socket has at most 107 characters
-            try:
-                inbox.listen(1)
-                result = await sandbox.run([os.path.realpath(sys.executable), "-I", "-c", SEND_SOCKET, name])
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=opened)
-            if result.exit_code:
-                raise InfrastructureError(f"the sandbox cannot listen on its loopback interface: {result.text}")
-            inbox.settimeout(RECEIVE_TIMEOUT_S)  # the connection waits already
-            with inbox.accept()[0] as connection:
-                connection.settimeout(RECEIVE_TIMEOUT_S)
-                _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    except OSError as error:
-        raise InfrastructureError(f"the sandbox has sent no socket: {error}") from error
-    if not descriptors:
-        raise InfrastructureError("the sandbox has sent no socket")
-    os.set_inheritable(descriptors[0], False)  # a child of the trainer would keep the port
-    return socket.socket(fileno=descriptors[0])
-
-
-@contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

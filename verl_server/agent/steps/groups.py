@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import itertools
 import logging
 from collections import deque
 from collections.abc import (
@@ -29,94 +28,12 @@ from opentelemetry.trace import StatusCode
 from verl_server.agent.limits import Phase, measure, measure_sample
 from verl_server.agent.sample_runner import Outcome, SampleRunner, SampleSession
 from verl_server.agent.samples import SampleGroup, Task
-from verl_server.agent.tools.tool import count_calls
 from verl_server.agent.user_code import END_TIMEOUT_S, USER_FAILURES, await_to_its_end, raise_noted, wait_until_done
 from verl_server.errors import BadInputError
 from verl_server.tracing import span
 from verl_server.trajectory.recorder import has_recorded_nodes, session_file
-from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.rendering.vision import have_images
-from verl_server.validation import is_bool, is_list
 
 logger = logging.getLogger(__name__)
-
-
-# -- Common failure ---------------------------------------------------------------------------------
-# Recognition of a failure that all samples of a run have in common, for example a mistake in the reward function.
-#
-# A failure belongs to its sample, and the other samples go on. If all samples fail in the same way, the run would end
-# without a usable sample and without an error.
-
-NUM_COMPARED_SAMPLES = 8
-"""Number of samples that must fail in the same way. All samples of a run with fewer samples."""
-
-
-class CommonFailure:
-    """Logs the exception of the compared samples of a run if all of them failed with it and no sample succeeded.
-
-    The run goes on: an untrained policy, or tasks that are sorted by length, can fail in the same way at the beginning.
-
-    The compared samples are the first sample of each of the first tasks, and the second sample of each task if the run
-    has fewer than `NUM_COMPARED_SAMPLES` tasks, and so on. The samples that finish first are not compared, because
-    failures finish first: a few prompts that are too long fail before any other sample succeeds.
-    """
-
-    def __init__(self, n: int) -> None:
-        self._n = n
-        self._numbers: list[int] = []
-        """Numbers of the first tasks."""
-        self._are_all_tasks_known = False
-        self._failures: dict[tuple[int, int], Exception] = {}
-        """Exceptions of failed samples of the first tasks, by the number of the task and the index of the sample."""
-        self._is_decided = False
-        """Whether a sample has succeeded, or the comparison is done."""
-
-    def start(self, number: int) -> None:
-        """Note that the samples of the task with this number are started."""
-        if len(self._numbers) < NUM_COMPARED_SAMPLES and number not in self._numbers:
-            self._numbers.append(number)
-
-    def end_tasks(self) -> None:
-        """Note that there are no more tasks than those that were started."""
-        self._are_all_tasks_known = True
-        self._compare()
-
-    def record(self, number: int, index: int, exception: Exception | None) -> None:
-        """Record a finished sample. `exception`: exception of a failed sample, None for any other sample."""
-        if exception is None:
-            self._is_decided = True
-        if self._is_decided:
-            self._failures.clear()
-        elif number in self._numbers and index < NUM_COMPARED_SAMPLES and exception is not None:
-            self._failures[number, index] = exception
-            self._compare()
-
-    def _compare(self) -> None:
-        """Log the exception if all compared samples have failed with it."""
-        if not (self._are_all_tasks_known or len(self._numbers) == NUM_COMPARED_SAMPLES):
-            return
-        samples = ((number, index) for index in range(self._n) for number in self._numbers)
-        compared = list(itertools.islice(samples, NUM_COMPARED_SAMPLES))
-        if self._is_decided or not compared or not all(sample in self._failures for sample in compared):
-            return
-        self._is_decided = True
-        exceptions = [self._failures[sample] for sample in compared]
-        self._failures.clear()
-        if len({(type(exception), *_place(exception.__traceback__)) for exception in exceptions}) == 1:
-            logger.error(
-                "the first %d samples that were compared failed with the same exception at the same place, and no "
-                "other sample has succeeded yet; if the cause is a mistake in the reward, a tool or the chat template, "
-                "stop the run, correct the mistake and run again",
-                len(compared),
-                exc_info=exceptions[-1],
-            )
-
-
-def _place(trace: TracebackType | None) -> tuple[str, int]:
-    """File and line that raised an exception."""
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return ("", 0) if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
 
 
 # -- Group runner -----------------------------------------------------------------------------------
@@ -172,19 +89,10 @@ class GroupRunner:
     """Runs groups of `n` samples for one iterator of a `RolloutRunner`.
 
     `max_concurrency`: maximum number of episodes that run at a time. With an `Environment` or a reward, at most twice
-    as many samples are active, including those in setup, rewards and teardown. `logs_common_failure`: whether a failure
-    of all samples is logged.
+    as many samples are active, including those in setup, rewards and teardown.
     """
 
-    def __init__(
-        self,
-        samples: SampleRunner,
-        counters: RunnerCounters,
-        n: int,
-        max_concurrency: int,
-        *,
-        logs_common_failure: bool,
-    ) -> None:
+    def __init__(self, samples: SampleRunner, counters: RunnerCounters, n: int, max_concurrency: int) -> None:
         self.n = n
         has_other_phases = samples.agent.environment is not None or bool(samples.rewards)
         self.max_admitted_samples = max_concurrency * (2 if has_other_phases else 1)
@@ -193,19 +101,16 @@ class GroupRunner:
         self.on_sample: Callable[[], None] = lambda: None
         """Called when a sample has finished or was cancelled."""
         self._admission, self._slots = asyncio.Semaphore(self.max_admitted_samples), asyncio.Semaphore(max_concurrency)
-        self.failures = CommonFailure(n) if logs_common_failure else None
         self.num_unfinished_samples = 0
         """Number of samples of started groups that have not finished."""
-        self._digests = samples.input_digests()
+        self._digests_of = samples.input_digests()
 
     async def run(self, request: GroupRequest) -> FinishedGroup:
         """Run the samples of a group. Raises the exception of a sample that cannot be recorded."""
-        if self.failures is not None:
-            self.failures.start(request.number)
         ids = session_ids(request.name, self.n)
         if request.is_load_only and request.run_dir is not None:
             _require_files(request.run_dir, ids)
-        inputs = {} if request.run_dir is None else self._digests.of(request.task)
+        inputs = {} if request.run_dir is None else self._digests_of(request.task)
         self.num_unfinished_samples += self.n
         running = [
             asyncio.create_task(self._run_sample(request, index, session_id, inputs))
@@ -229,7 +134,7 @@ class GroupRunner:
     ) -> Outcome:
         session = SampleSession(session_id, request.run_dir, inputs, request.is_load_only)
         attributes: dict[str, str | int] = {"verl_server.task": request.task.id, "verl_server.sample_index": index}
-        with measure_sample() as times, count_calls() as calls, span("sample", attributes, is_root=True) as opened:
+        with measure_sample() as figures, span("sample", attributes, is_root=True) as opened:
             with measure(Phase.QUEUE):
                 await self._admission.acquire()
             self._counters.num_running_samples += 1
@@ -246,9 +151,7 @@ class GroupRunner:
                 opened.set_attribute("verl_server.reward", sample.reward)
         self._counters.num_finished_samples += 1
         self._counters.num_failed_samples += sample.stop_reason == "error"
-        if self.failures is not None:
-            self.failures.record(request.number, index, exception)
-        return dataclasses.replace(sample, times=times, tool_counts=dict(calls)), exception
+        return dataclasses.replace(sample, times=figures.times, tool_counts=dict(figures.tool_counts)), exception
 
     def _count_finished(self, sample_task: asyncio.Task[object]) -> None:
         self.num_unfinished_samples -= 1
@@ -288,41 +191,29 @@ class RunChecker:
         """Number of each task by its id."""
         self._has_warned = False
 
-    def check_all(self, tasks: Iterable[Task]) -> None:
-        """Check a list of tasks. Raises the errors of `check`."""
-        num_recorded = sum(self._check(number, task) for number, task in enumerate(tasks))
-        if num_recorded:
-            self._warn(str(num_recorded))
-
     def check(self, number: int, task: Task) -> None:
-        """Check a task when it is read, unless `check_all` has checked it.
+        """Check a task before its samples start. A task is checked once.
 
         Raises BadInputError for an id that an earlier task has or that is no file name, and for a sample that is
         recorded with other inputs.
         """
-        if self._numbers.get(task.id) != number and self._check(number, task):
-            self._warn("some")
-
-    def _check(self, number: int, task: Task) -> int:
-        """Number of samples of the task that are recorded."""
-        if (earlier := self._numbers.setdefault(task.id, number)) != number:
+        if (earlier := self._numbers.get(task.id)) == number:
+            return
+        if earlier is not None:
             raise BadInputError(
                 f"tasks {earlier} and {number} have the id {task.id!r}; task ids must be unique. For several samples "
                 "of one task, pass n to the runner; `RolloutRunner.steps` also takes tasks that repeat"
             )
+        self._numbers[task.id] = number
         if self._run_dir is None:
-            return 0
+            return
         paths = session_paths(self._run_dir, number, task, session_ids(task.id, self._n))
         digests = self._digests_of(task)
-        return sum(has_recorded_nodes(path, digests) for path in paths)
-
-    def _warn(self, count: str) -> None:
-        if not self._has_warned:
+        if any([has_recorded_nodes(path, digests) for path in paths]) and not self._has_warned:  # all are compared
             self._has_warned = True
             logger.warning(
-                "%s samples of this run are recorded in run_dir %s: finished samples are loaded, and the others "
+                "samples of this run are recorded in run_dir %s: finished samples are loaded, and the others "
                 "continue. If this is another run, for example the next training step, pass another run_dir",
-                count,
                 self._run_dir,
             )
 
@@ -340,29 +231,6 @@ def has_variance(group: SampleGroup) -> bool:
     return len(rewards) > 1
 
 
-NAMED_FILTERS: dict[str, GroupFilter] = {"has_variance": has_variance}
-
-
-def get_group_filter(value: GroupFilter | str | None, n: int, has_rewards: bool) -> GroupFilter | None:
-    """The filter of a name or a function. Raises BadInputError for another name, and for a filter that keeps nothing.
-
-    `n`: number of samples of a group. `has_rewards`: whether the samples have rewards with a weight.
-    """
-    if isinstance(value, str):
-        if value not in NAMED_FILTERS:
-            names = ", ".join(map(repr, NAMED_FILTERS))
-            raise BadInputError(f"there is no group_filter {value!r}; pass a function, or {names}")
-        if n == 1:
-            raise BadInputError(f"group_filter={value!r} keeps no group of one sample; pass n=8, for example")
-        if not has_rewards:
-            raise BadInputError(
-                f"group_filter={value!r} needs rewards; pass reward=..., or an Environment with a method @reward, "
-                "whose weight is not 0"
-            )
-        return NAMED_FILTERS[value]
-    return value
-
-
 async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
     """Whether the filter keeps a group. Raises the exceptions of the filter."""
     if group_filter is None:
@@ -374,21 +242,9 @@ async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
         if inspect.isawaitable(kept):
             name = f"group_filter, called with the group of task {task_id!r},"
             kept = await await_to_its_end(asyncio.ensure_future(kept), name)
+        return bool(kept)
     except USER_FAILURES as error:
         raise_noted(error, note)
-    return _require_bool(kept, group)
-
-
-def _require_bool(kept: object, group: SampleGroup) -> bool:
-    """What a filter has returned. An array or a tensor of one bool is a bool, too."""
-    if str(getattr(kept, "dtype", "")) in ("bool", "torch.bool") and getattr(kept, "shape", None) == ():
-        return bool(kept)
-    if not is_bool(kept):
-        raise BadInputError(
-            f"group_filter returned {kept!r:.80} for task {group.task.id!r}; it must return True, which keeps the "
-            "whole group, or False"
-        )
-    return bool(kept)
 
 
 # -- Task source ------------------------------------------------------------------------------------
@@ -396,36 +252,8 @@ def _require_bool(kept: object, group: SampleGroup) -> bool:
 
 Tasks = Iterable[Task] | AsyncIterable[Task]
 """Tasks of a run. They may be endless, and are read when a sample can start."""
-FROM_ROWS = '(Task(str(number), row["messages"], row) for number, row in enumerate(rows))'
-"""Tasks from the rows of a data set, for errors."""
-
-
 NUM_READ_PER_PAUSE = 1000
 """Number of tasks that are read before other tasks of the event loop run."""
-
-
-def require_tasks(tasks: object, renderer: ChatRenderer) -> None:
-    """Raise BadInputError for a list with an entry that is no task.
-
-    Also for a list with a task that has images, unless the renderer renders images.
-    """
-    if isinstance(tasks, Sequence):  # an iterator is checked while it is read
-        for number, task in enumerate(tasks):
-            require_task(task, number)
-            try:
-                have_images(task.messages, renderer)
-            except BadInputError as error:
-                raise BadInputError(f"tasks[{number}], {task.id!r}: {error.message}") from None
-
-
-def require_task(task: object, number: int) -> Task:
-    """`task`. Raises BadInputError if it is no task."""
-    if not isinstance(task, Task):
-        hint = (
-            "tasks are read one at a time, so pass no batches" if is_list(task) else f"for a data set, pass {FROM_ROWS}"
-        )
-        raise BadInputError(f"tasks[{number}] must be a Task, got {type(task).__name__}; {hint}")
-    return task
 
 
 class TaskSource:
@@ -468,7 +296,9 @@ class TaskSource:
             except USER_FAILURES as error:
                 note = f"raised by the iterator of the tasks when it was asked for task {self._num_read}"
                 raise_noted(error, note)
-            self._check(self._num_read, require_task(task, self._num_read))
+            if not isinstance(task, Task):
+                raise BadInputError(f"tasks[{self._num_read}] must be a Task, got {type(task).__name__}")
+            self._check(self._num_read, task)
             if self._is_needed(self._num_read):
                 self._kept[self._num_read] = task
             self._num_read += 1
@@ -590,7 +420,7 @@ class RunningGroups:
                     self._groups[number] = asyncio.create_task(self._run_group(request))
                     await asyncio.sleep(0)  # the group counts its samples, on which the schedule depends
                     continue
-                if number is not None and not self._source.is_asynchronous:
+                if number is not None and not self._source.is_asynchronous:  # no turn of the event loop is in between
                     await self._read(number)
                 elif number is not None and self._reading is None:
                     self._reading = asyncio.create_task(self._read(number))
@@ -605,8 +435,6 @@ class RunningGroups:
         try:
             if await self._source.get(number) is None and not self._closing.is_set():
                 self._schedule.end_tasks(number)
-                if self._runner.failures is not None:
-                    self._runner.failures.end_tasks()
                 self._has_news.set()
         except asyncio.CancelledError:
             raise
@@ -674,6 +502,44 @@ class StreamSchedule:
         self.is_exhausted = True
 
 
+NUM_FAILED_GROUPS = 8
+"""Number of groups whose samples must all fail before this is logged. All groups of a run with fewer groups."""
+
+
+class FailureLog:
+    """Logs once that all samples of the first groups have failed, for example for a mistake in the reward function.
+
+    A failure belongs to its sample, and the run goes on: an untrained policy, or tasks that are sorted by length, can
+    fail at the beginning. But a run of failed samples would end without a usable sample and without an error.
+    """
+
+    def __init__(self) -> None:
+        self._num_groups = 0
+        self._failure: Exception | None = None
+        self._is_decided = False
+        """Whether a sample has succeeded, or the failure was logged."""
+
+    def record(self, finished: FinishedGroup) -> None:
+        """Record a group that has finished."""
+        self._num_groups += 1
+        self._is_decided |= finished.failure is None
+        self._failure = None if self._is_decided else finished.failure
+        if self._num_groups == NUM_FAILED_GROUPS:
+            self.log()
+
+    def log(self) -> None:
+        """Log the last exception if all groups so far have failed."""
+        if self._failure is None:
+            return
+        logger.error(
+            "all samples of the first %d groups have failed, the last group with this exception; if the cause is a "
+            "mistake in the reward, a tool or the chat template, stop the run, correct the mistake and run again",
+            self._num_groups,
+            exc_info=self._failure,
+        )
+        self._is_decided, self._failure = True, None
+
+
 async def stream_groups(
     runner: GroupRunner,
     tasks: Tasks,
@@ -682,11 +548,12 @@ async def stream_groups(
     group_filter: GroupFilter | None,
 ) -> AsyncGenerator[SampleGroup, None]:
     """Yield the groups of all tasks. See `RolloutRunner.run`. `check`: called with every task that is read."""
-    schedule = StreamSchedule(runner, run_dir)
+    schedule, failures = StreamSchedule(runner, run_dir), FailureLog()
     source = TaskSource(tasks, check=check)
 
     async def finish(finished: FinishedGroup) -> None:
         source.release(finished.request.number)
+        failures.record(finished)
         schedule.num_examined += 1
         try:
             if await is_kept(group_filter, finished.group):
@@ -705,3 +572,4 @@ async def stream_groups(
                 raise failure
         if running.failure is not None:  # of a group that ended while the caller used the last groups
             raise running.failure
+        failures.log()

@@ -31,7 +31,6 @@ from verl_server.agent.steps.groups import (
 )
 from verl_server.agent.steps.journal import StepJournal, StepLog
 from verl_server.agent.steps.schedule import Delivery, StepSchedule
-from verl_server.agent.tools.tool import call_metrics
 from verl_server.agent.user_code import wait_despite_cancellation
 from verl_server.errors import BadInputError
 from verl_server.trajectory.batches import to_batch
@@ -291,7 +290,8 @@ def step_metrics(groups: Sequence[SampleGroup], ages: Sequence[int]) -> dict[str
         metrics |= {"sampled_tokens/mean": fmean(tokens), "sampled_tokens/max": max(tokens)}
     for phase in Phase:
         metrics[f"time/{phase}_s"] = fmean(sample.times.get(phase, 0.0) for sample in samples) if samples else 0.0
-    metrics |= call_metrics(sample.tool_counts for sample in samples)
+    calls = sum((Counter(sample.tool_counts) for sample in samples), Counter[str]())
+    metrics |= {f"tools/{name}": number for name, number in calls.items()}
     for reason, count in Counter(sample.stop_reason for sample in samples).items():
         metrics[f"stop_reason/{reason}"] = count / len(samples)
     return metrics

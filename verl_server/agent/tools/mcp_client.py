@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import orjson
-from mcp import Client, ClientSession, StdioServerParameters
+from mcp import Client, StdioServerParameters
 from mcp.client import Transport
 from mcp.server import MCPServer, Server
 from mcp.types import ContentBlock, EmbeddedResource, ResourceLink, TextContent, TextResourceContents
@@ -18,7 +18,7 @@ from mcp.types import Tool as ToolDescription
 from verl_server.agent.tools.tool import Tool
 from verl_server.agent.user_code import wait_uncancelled, wait_until_done
 from verl_server.config import Positive
-from verl_server.errors import BadInputError, ServerError, UserCodeError
+from verl_server.errors import ServerError, UserCodeError
 from verl_server.validation import check_arguments
 
 logger = logging.getLogger(__name__)
@@ -87,11 +87,10 @@ async def mcp_tools(server: McpServer, timeout_s: Positive = 30.0, *, prefix: st
 
     The policy reads the text of a result, with the text of embedded resources. A result without content is its
     structured content as JSON, and other parts appear as their type in brackets. After the server has ended, its tools
-    return errors. After the context was left, a call of a tool fails its sample. Raises BadInputError for a server of
-    another type, for a string that is no URL and for a `timeout_s` that is not a positive number,
-    and ServerError with the name of the server if there is no connection or the tools cannot be listed.
+    return errors. After the context was left, a call of a tool fails its sample. Raises BadInputError for a `timeout_s`
+    that is not a positive number, and ServerError with the name of the server if there is no connection or the tools
+    cannot be listed.
     """
-    _require_server(server)
     connected: asyncio.Future[tuple[Client, list[ToolDescription]]] = asyncio.get_running_loop().create_future()
     closing, tools = asyncio.Event(), list[McpTool]()
     holder = asyncio.create_task(_hold_connection(server, timeout_s, connected, closing))
@@ -141,22 +140,6 @@ async def _hold_connection(
         if not connected.done():
             connected.set_result((client, descriptions))
         await closing.wait()
-
-
-def _require_server(server: object) -> None:
-    """Raise BadInputError for an object that `mcp.Client` cannot connect to."""
-    if isinstance(server, (Client, ClientSession)):
-        raise BadInputError(
-            f"mcp_tools makes its own client, got {type(server).__name__}; pass the URL, the transport or the server "
-            "that the client is for"
-        )
-    is_url = isinstance(server, str) and server.startswith(("http://", "https://"))
-    known = (Server, MCPServer, StdioServerParameters, AbstractAsyncContextManager)
-    if not is_url and not isinstance(server, known):
-        raise BadInputError(
-            f"{server!r} is no URL of an MCP server (http:// or https://), no transport and no server; to start a "
-            'program, pass mcp.StdioServerParameters(command="python", args=["server.py"])'
-        )
 
 
 def _server_name(server: McpServer) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import functools
 import hashlib
 import inspect
@@ -14,19 +13,21 @@ import logging
 import os
 import re
 import traceback
+import types
+import typing
+import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Annotated, Any, Literal, TypeVar, cast, overload
 
 import orjson
 import pydantic
+from pydantic.fields import FieldInfo
 
-from verl_server.agent.limits import EpisodeStopped, LoopSlots, Phase, RolloutLimits, measure
-from verl_server.agent.tools.schema import find_inner_function, make_arguments_model, read_description, require_function
+from verl_server.agent.limits import EpisodeStopped, LoopSlots, Phase, RolloutLimits, count, measure
 from verl_server.agent.user_code import CURRENT_EPISODE_STATE, call_user_function, create_user_task, wait_until_done
 from verl_server.config import Name, Positive, PositiveInt
 from verl_server.errors import BadInputError, InfrastructureError, UserCodeError
@@ -36,8 +37,6 @@ from verl_server.types import Json
 from verl_server.validation import (
     check_arguments,
     check_fields,
-    checked_value,
-    require_list,
 )
 
 logger = logging.getLogger(__name__)
@@ -91,16 +90,7 @@ def tool(
 ) -> Callable[[Function], Function]: ...
 
 
-def tool(
-    function: Callable[..., Any] | None = None,
-    *,
-    name: str | None = None,
-    description: str | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    max_result_tokens: int | None = None,
-    truncate: Truncation = "end",
-    max_concurrency: int | None = None,
-) -> Any:
+def tool(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Decorator, with or without options, for a function that is a tool, and for a method of an `Environment`.
 
     `name`: name of the tool; None takes that of the function. `description`: text that the policy reads; None takes the
@@ -110,12 +100,10 @@ def tool(
     that a call waits for its turn does not count against `timeout_s`. Raises BadInputError for an option of a wrong
     type or value.
     """
-    if function is not None and not callable(function):
-        raise BadInputError(f"tool is a decorator of a function, got {function!r:.80}; write @tool or @tool(name=...)")
-    options = ToolOptions(name, description, timeout_s, max_result_tokens, truncate, max_concurrency)
+    checked = ToolOptions(**options)
 
     def decorate(decorated: Function) -> Function:
-        setattr(decorated, OPTIONS_ATTRIBUTE, options)
+        setattr(decorated, OPTIONS_ATTRIBUTE, checked)
         return decorated
 
     return decorate if function is None else decorate(function)
@@ -125,52 +113,6 @@ def options_of(function: object) -> ToolOptions | None:
     """The options of a function with the decorator `tool`, also of a bound method. None for any other object."""
     options = getattr(function, OPTIONS_ATTRIBUTE, None)
     return options if isinstance(options, ToolOptions) else None
-
-
-# -- Call counts ------------------------------------------------------------------------------------
-# How many calls of each tool a sample has made, and how many of these calls failed.
-
-CallCounts = Counter[str]
-"""Counts by names such as `search/calls` and `search/errors/timeout`."""
-_COUNTS: contextvars.ContextVar[CallCounts | None] = contextvars.ContextVar("verl_server_call_counts", default=None)
-
-
-@contextlib.contextmanager
-def count_calls() -> Iterator[CallCounts]:
-    """Count the calls of a sample. Calls in tasks that begin within the block count, too."""
-    counts: CallCounts = Counter()
-    token = _COUNTS.set(counts)
-    try:
-        yield counts
-    finally:
-        _COUNTS.reset(token)
-
-
-def count_call(tool: str) -> None:
-    """Count a call of a tool in the current sample, when the call begins."""
-    _count(f"{tool}/calls")
-
-
-def count_error(error_type: str, tool: str | None = None) -> None:
-    """Count a call that failed in the current sample.
-
-    `error_type`: that of `ToolResult`, or `failed` for a call that failed the sample. `tool`: name of the tool. None if
-    the call is of no tool: its name is unknown, or the call cannot be parsed.
-    """
-    _count(f"errors/{error_type}" if tool is None else f"{tool}/errors/{error_type}")
-
-
-def _count(name: str) -> None:
-    if (counts := _COUNTS.get()) is not None:
-        counts[name] += 1
-
-
-def call_metrics(samples: Iterable[Mapping[str, int]]) -> dict[str, float]:
-    """The sums of the counts of samples by names such as `tools/search/calls`."""
-    total: CallCounts = Counter()
-    for counts in samples:
-        total.update(counts)
-    return {f"tools/{name}": count for name, count in total.items()}
 
 
 # -- Failure log ------------------------------------------------------------------------------------
@@ -214,13 +156,15 @@ def is_raise(frame: traceback.FrameSummary) -> bool:
 # The text of what a tool returns, which the policy reads.
 
 JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-fA-F]+>")
+"""How Python writes an object that has no text of its own."""
 
 
 def as_result_text(name: str, value: Any) -> str:
     """A text as it is, data as JSON, and any other object as Python writes it. `name`: name of the tool.
 
-    Raises UserCodeError for a coroutine, and for an object that Python writes with its address in memory, also within
-    lists and dicts: the text would say nothing, and it would differ when a sample is replayed.
+    Raises UserCodeError for an object that Python writes with its address in memory, for example a coroutine or an
+    iterator, also within lists and dicts: the text would say nothing, and it would differ when a sample is replayed.
     """
     if isinstance(value, (bytes, bytearray, os.PathLike, Number)) and not isinstance(value, (int, float)):
         value = _as_json(value)
@@ -233,36 +177,13 @@ def as_result_text(name: str, value: Any) -> str:
     try:
         return json.dumps(value, default=_as_json, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError):
-        _require_texts(name, value)
-        return str(value)
-
-
-def _require_texts(name: str, value: Any) -> None:
-    """Raise UserCodeError if a value has a part that is no data and has no text of its own."""
-    pending, seen = [value], set()
-    while pending:
-        item = pending.pop()
-        if id(item) in seen:  # a list that contains itself
-            continue
-        seen.add(id(item))
-        if isinstance(item, Mapping):
-            pending += [*item.keys(), *item.values()]
-        elif isinstance(item, (list, tuple, Set)):
-            pending += item
-        elif inspect.isawaitable(item):
-            if inspect.iscoroutine(item):
-                item.close()
-            raise UserCodeError(f"tool {name!r} returned a value with a coroutine, {item!r:.80}; write `await` there")
-        elif _shows_address(item):
-            raise UserCodeError(
-                f"tool {name!r} returned a value with an object of the type {type(item).__name__}, of which Python "
-                "writes only the address in memory; return a text, JSON values or a pydantic model"
-            )
-
-
-def _shows_address(item: object) -> bool:
-    """Whether the text of an object is only its address in memory, which differs in each process."""
-    return re.fullmatch(r"<.* at 0x[0-9a-fA-F]+>", str(item)) is not None
+        text = str(value)
+    if (address := ADDRESS.search(text)) is not None:
+        raise UserCodeError(
+            f"tool {name!r} returned {address[0]}, of which Python writes only the address in memory; return a text, "
+            "JSON values or a pydantic model, and write `await` before a coroutine"
+        )
+    return text
 
 
 def _as_json(value: Any) -> Any:
@@ -282,6 +203,124 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, Number):  # a decimal or a fraction, with all of its digits
         return str(value)
     raise TypeError(type(value).__name__)
+
+
+# -- Schema -----------------------------------------------------------------------------------------
+# From a Python function to a tool: the description, and a model of the parameters, which gives the JSON schema.
+
+MODEL_CONFIG = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+WRAPS = "A decorator around a tool needs @functools.wraps(function): then the docstring and the parameters are visible."
+"""How a decorated function can be a tool, for errors."""
+
+
+def _as_called(function: Any) -> Callable[..., Any]:
+    """What a tool calls, whose signature `inspect` can read: for a callable object, its method `__call__`."""
+    if isinstance(function, functools.partial):  # after `functools.update_wrapper`, its signature is that of `func`
+        return functools.partial(function.func, *function.args, **function.keywords)
+    is_whole = inspect.isroutine(function) or hasattr(function, "__wrapped__")  # its signature is that of `__wrapped__`
+    called: Callable[..., Any] = function if is_whole else function.__call__
+    return called
+
+
+def _find_layers(function: Callable[..., Any]) -> Iterator[Any]:
+    """The callable itself, and what it calls: the function behind decorators, a `functools.partial` and an object."""
+    layer: Any = function
+    while True:
+        yield layer
+        if isinstance(layer, functools.partial):
+            layer = layer.func
+        elif hasattr(layer, "__wrapped__"):
+            layer = layer.__wrapped__
+        elif inspect.isroutine(layer):
+            return
+        else:
+            layer = layer.__call__
+
+
+def _inner_function(function: Callable[..., Any]) -> Any:
+    """The function or method behind decorators, a `functools.partial` and a callable object."""
+    return list(_find_layers(function))[-1]
+
+
+def _read_description(name: str, function: Callable[..., Any], *, is_needed: bool) -> str:
+    """The docstring of the outermost layer that has one. For a callable object, its `__call__` or its class.
+
+    Without a docstring, BadInputError is raised if it `is_needed`; otherwise the words of the tool's name are returned.
+    """
+    description = next(filter(None, map(_own_docstring, _find_layers(function))), None)
+    if description is None and is_needed:
+        raise BadInputError(f"tool {name!r} has no docstring, which the policy reads as its description. {WRAPS}")
+    return name.replace("_", " ") if description is None else inspect.cleandoc(description)
+
+
+def _own_docstring(layer: Any) -> str | None:
+    """The docstring of a function or an object, but not that of the object's class unless it has none in `__call__`."""
+    if getattr(layer, "__name__", "") == "__call__":  # `inspect.getdoc` returns the docstring of `type.__call__`
+        return layer.__doc__ or type(getattr(layer, "__self__", None)).__doc__
+    is_of_class = layer.__doc__ in (type(layer).__doc__, functools.partial.__doc__)
+    return None if is_of_class else inspect.getdoc(layer)
+
+
+def _make_arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
+    """A model of the function's parameters, which validates arguments and gives the JSON schema.
+
+    The arguments of a `functools.partial` are no parameters. Raises BadInputError.
+    """
+    try:
+        return _build_model(name, function)
+    except (NameError, TypeError, SyntaxError, ValueError, pydantic.PydanticUserError) as error:
+        reason = str(getattr(error, "message", error)).rstrip(".")
+        raise BadInputError(
+            f"tool {name!r}: its parameters have no JSON schema, which the policy reads: {reason}. Write each "
+            "parameter with a type of JSON that is imported at run time, for example str, list[float] or a pydantic "
+            f"model. {WRAPS}"
+        ) from error
+
+
+def _build_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
+    partials = [layer for layer in _find_layers(function) if isinstance(layer, functools.partial)]
+    bound = {keyword for layer in partials for keyword in layer.keywords}
+    signature = inspect.signature(_as_called(partials[0]) if partials else function)
+    parameters = {key: item for key, item in signature.parameters.items() if key not in bound}
+    for key, item in parameters.items():
+        if item.annotation is item.empty:
+            raise TypeError(f"the parameter {key!r} has no annotation")
+        if item.kind not in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY):
+            raise TypeError(f"the parameter {key!r} cannot be passed by name")
+    # The annotation of the result is not needed: it may be imported for type checkers only.
+    holder: Any = types.SimpleNamespace(__annotations__={key: item.annotation for key, item in parameters.items()})
+    names = getattr(_inner_function(function), "__globals__", {})
+    annotations = typing.get_type_hints(holder, globalns=names, include_extras=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a parameter has the name of an attribute of BaseModel, such as `schema`
+        fields: dict[str, Any] = {key: _as_field(annotations[key], item) for key, item in parameters.items()}
+        model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=MODEL_CONFIG, **fields)
+        _schema_of(model)
+    if hidden := fields.keys() - model.model_fields.keys():  # pydantic takes them for settings of the model
+        raise TypeError(f"a parameter cannot have the name {min(hidden)!r}")
+    return model
+
+
+@functools.lru_cache(1024)
+def _schema_of(model: type[pydantic.BaseModel]) -> Json:
+    return model.model_json_schema()
+
+
+def _as_field(annotation: Any, parameter: inspect.Parameter) -> tuple[Any, Any]:
+    """A field of a pydantic model. A parameter whose default is None may be None: `limit: int = None`.
+
+    `Annotated[str, "text"]` has the text as the description, unless a pydantic field gives another description.
+    """
+    default = ... if parameter.default is parameter.empty else parameter.default
+    value = default.default if isinstance(default, FieldInfo) else default
+    base, *metadata = typing.get_args(annotation) if typing.get_origin(annotation) is Annotated else [annotation]
+    if value is None and base not in (Any, object, None) and type(None) not in typing.get_args(base):
+        annotation = Annotated[base | None, *metadata] if metadata else base | None
+    texts = [item for item in metadata if isinstance(item, str)]
+    documented = [FieldInfo.from_annotation(annotation), *([default] if isinstance(default, FieldInfo) else [])]
+    if texts and all(field.description is None for field in documented):
+        annotation = Annotated[annotation, pydantic.Field(description=texts[0])]
+    return annotation, default
 
 
 # -- Tool -------------------------------------------------------------------------------------------
@@ -325,7 +364,7 @@ class ToolArgumentsError(Exception):
 
 def _source_file(function: Callable[..., Any]) -> str | None:
     """The file that defines a function or a method, also behind decorators and in a `functools.partial`."""
-    code = getattr(find_inner_function(function), "__code__", None)
+    code = getattr(_inner_function(function), "__code__", None)
     return None if code is None else code.co_filename
 
 
@@ -334,10 +373,7 @@ class Tool(ABC):
 
     @check_arguments(skip=("parameters",))
     def __init__(self, name: Name, description: str, parameters: Json, timeout_s: Positive) -> None:
-        """`parameters`: JSON schema of the arguments. `timeout_s`: maximum seconds per call.
-
-        Raises BadInputError for an argument of a wrong type, and for a `timeout_s` that is not a positive number.
-        """
+        """`parameters`: JSON schema of the arguments. `timeout_s`: maximum seconds per call. Raises BadInputError."""
         self.name, self.timeout_s = name, timeout_s
         self.schema: Json = {
             "type": "function",
@@ -376,28 +412,26 @@ class Tool(ABC):
 
         A NameError or an ImportError in the source file of the tool is raised, and the episode fails: it is a mistake
         in the tool, not in the call. If a statement `raise` of the tool raises it, it is a result. InfrastructureError
-        is raised, too. UserCodeError is raised for a sandbox that was not started, and if `run` returns an iterator,
-        nothing to await, or a value that has no text (see `as_result_text`). EpisodeStopped is raised for a limit of
-        the episode whose agent loop calls the tool, and not for a limit of another episode. An exception that is not
-        raised by a statement `raise` of the tool is logged with its traceback, once for each line. Raises BadInputError
-        for a `timeout_s` that is not a positive number.
+        is raised, too. UserCodeError is raised for a sandbox that was not started, and if `run` returns nothing to
+        await, or a value that has no text (see `as_result_text`). EpisodeStopped is raised for a limit of the episode
+        whose agent loop calls the tool, and not for a limit of another episode. An exception that is not raised by a
+        statement `raise` of the tool is logged with its traceback, once for each line.
         """
         with measure(Phase.TOOL, **{"gen_ai.tool.name": self.name}):
             async with self.slots or contextlib.nullcontext():
-                count_call(self.name)
+                count(f"{self.name}/calls")
                 try:
                     result = await self._call(arguments)
                 except Exception:
-                    count_error("failed", self.name)
+                    count(f"{self.name}/errors/failed")
                     raise
         if result.error_type is not None:
-            count_error(result.error_type, self.name)
+            count(f"{self.name}/errors/{result.error_type}")
         return result
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        timeout_s = checked_value("Tool.timeout_s", self.timeout_s, Positive)  # a subclass may have set it since
         task = create_user_task(self._run_as_text(arguments), CURRENT_EPISODE_STATE.get())
-        timed_out = await wait_until_done(task, timeout_s, f"the tool {self.name!r}")
+        timed_out = await wait_until_done(task, self.timeout_s, f"the tool {self.name!r}")
         try:
             return ToolResult(self.name, task.result())
         except (InfrastructureError, UserCodeError):
@@ -416,18 +450,9 @@ class Tool(ABC):
 
     async def _run_as_text(self, arguments: Mapping[str, Any]) -> str:
         result = self.run(arguments)
-        if not inspect.isawaitable(result):
-            raise UserCodeError(
-                f"{type(self).__qualname__}.run must be a coroutine function, but its call returned "
-                f"{type(result).__name__}; write `async def run(self, arguments)`, and let decorators return what they "
-                "call"
-            )
-        if isinstance(value := await result, (Iterator, AsyncIterator)):
-            raise UserCodeError(
-                f"tool {self.name!r} returned an iterator, but the policy reads one result; collect the values and "
-                "return them as a list"
-            )
-        return as_result_text(self.name, value)
+        if not inspect.isawaitable(result):  # the policy would read the TypeError of `await`
+            raise UserCodeError(f"{type(self).__qualname__}.run must be a coroutine function: write `async def run`")
+        return as_result_text(self.name, await result)
 
 
 class FunctionTool(Tool):
@@ -440,9 +465,8 @@ class FunctionTool(Tool):
     The function can be behind decorators, also behind those that are objects; parameters and docstring are those of the
     function in `__wrapped__`, which `functools.wraps` sets. A `functools.partial` and an object with `__call__` need a
     `name` unless they have a `__name__`. Arguments of the partial are not shown to the policy. Raises BadInputError for
-    any other object that is neither a function nor a method, for a lambda, for a function with `yield` or without a
-    docstring, for a method without its object, for a `name` that is not a string, and for parameters that have no
-    annotation or no JSON schema, have a name that begins with `_`, or cannot be passed by name.
+    a class, for a function without a docstring, and for parameters that have no annotation or no JSON schema, have a
+    name that begins with `_`, or cannot be passed by name.
     """
 
     @check_arguments(skip=("function",))
@@ -454,10 +478,14 @@ class FunctionTool(Tool):
         """
         decorated = options_of(function)
         self._options = options = decorated or ToolOptions()
-        name = name or options.name
-        self._function = require_function(function, name)
-        name = name or str(getattr(function, "__name__", ""))
-        description = options.description or read_description(name, function, is_needed=decorated is None)
+        name = name or options.name or getattr(function, "__name__", None)
+        if isinstance(function, type) or not callable(function) or not isinstance(name, str):
+            raise BadInputError(
+                f"a tool must be a function, a method or a Tool, got {function!r:.80}; for another object that can be "
+                'called, pass FunctionTool(..., name="search")'
+            )
+        self._function = _as_called(function)
+        description = options.description or _read_description(name, function, is_needed=decorated is None)
         self._arguments_model = _arguments_model(name, self._function)
         schema = copy_json(_schema_of(self._arguments_model))
         super().__init__(name, description, schema, options.timeout_s if timeout_s is None else timeout_s)
@@ -484,16 +512,11 @@ _method_models: weakref.WeakKeyDictionary[Any, dict[str, type[pydantic.BaseModel
 
 def _arguments_model(name: str, function: Callable[..., Any]) -> type[pydantic.BaseModel]:
     if not inspect.ismethod(function):
-        return make_arguments_model(name, function)
+        return _make_arguments_model(name, function)
     models = _method_models.setdefault(function.__func__, {})
     if name not in models:
-        models[name] = make_arguments_model(name, function)
+        models[name] = _make_arguments_model(name, function)
     return models[name]
-
-
-@functools.lru_cache(1024)
-def _schema_of(model: type[pydantic.BaseModel]) -> Json:
-    return model.model_json_schema()
 
 
 def _is_mistake_in_source(error: Exception, source_file: str | None) -> bool:
@@ -520,22 +543,10 @@ class ToolRegistry:
     """The tools of an agent by name. Functions are converted to `FunctionTool`."""
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = ()) -> None:
-        """Raises BadInputError if `tools` is not a list, for a function that cannot be a tool, for a `Tool` whose
-        constructor does not call `super().__init__`, and for two tools with the same name.
-        """
-        hint = f"write tools=[{getattr(tools, '__name__', 'function')}]"
-        if hasattr(tools, "__aenter__"):
-            hint = "write `async with mcp_tools(...) as tools:` and pass these tools"
-        require_list("tools", tools, hint)
+        """Raises BadInputError for a function that cannot be a tool, and for two tools with the same name."""
         self._tools: dict[str, Tool] = {}
         for item in tools:
             tool = item if isinstance(item, Tool) else FunctionTool(item)
-            if missing := [name for name in ("name", "schema", "timeout_s") if not hasattr(tool, name)]:
-                kind = type(tool).__qualname__
-                raise BadInputError(
-                    f"the tool {kind} has no attribute {missing[0]!r}; call super().__init__(name, description, "
-                    f"parameters, timeout_s) in {kind}.__init__"
-                )
             if tool.name in self._tools:
                 raise BadInputError(
                     f"two tools have the name {tool.name!r}; pass name= to FunctionTool, or prefix= to mcp_tools"
@@ -574,7 +585,7 @@ class ToolRegistry:
         """Execute a tool call. Failures become results, see `Tool.call`."""
         tool = self._tools.get(call.name)
         if tool is None:
-            count_error("unknown_tool")
+            count("errors/unknown_tool")
             known = ", ".join(sorted(self._tools)) or "none"
             return ToolResult(
                 call.name, f"Error: there is no tool {call.name!r}; available tools: {known}", "unknown_tool"
@@ -592,7 +603,7 @@ class ToolRegistry:
 
         async def execute(call: ToolCall | ToolResult) -> ToolResult:
             if isinstance(call, ToolResult):
-                count_error(call.error_type or "malformed")
+                count(f"errors/{call.error_type or 'malformed'}")
                 return call
             async with slots:
                 return await self.call(call)

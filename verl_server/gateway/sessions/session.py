@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from verl_server.agent.episodes.episode import Cursor
-from verl_server.agent.episodes.episode_state import MAX_JOINED_TOKENS, EpisodeState
+from verl_server.agent.episode import MAX_JOINED_TOKENS, Cursor, EpisodeState
 from verl_server.agent.limits import EpisodeStopped
 from verl_server.errors import BadInputError, ServerError
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of, normalize_messages

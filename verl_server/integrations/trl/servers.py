@@ -10,16 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_server.adapter.engine import get_engine
 from verl_server.adapter.sglang.replies import max_request_tokens
-from verl_server.config import AdapterConfig, RecoveryConfig, RolloutMode, RouterConfig, Timeouts, WeightsConfig
+from verl_server.config import (
+    AdapterConfig,
+    PositiveInt,
+    RecoveryConfig,
+    RolloutMode,
+    RouterConfig,
+    Timeouts,
+    WeightsConfig,
+)
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.errors import BadInputError, UnsupportedError
+from verl_server.errors import UnsupportedError
 from verl_server.rollout.fleet import Event
 from verl_server.rollout.launchers.local import Launcher
 from verl_server.rollout.manager import RolloutManager
-from verl_server.rollout.modes import capabilities_of, parse_mode
-from verl_server.validation import check_arguments, require_whole_number
+from verl_server.validation import check_arguments
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -117,7 +123,7 @@ class RolloutServers:
 @check_arguments()
 def start_servers(
     model_path: str | Path,
-    replicas: int = 1,
+    replicas: PositiveInt = 1,
     *,
     mode: RolloutMode | str | None = RolloutMode.HYBRID,
     launcher: Launcher | None = None,
@@ -152,7 +158,6 @@ def start_servers(
     require_trl()
     config = config or AdapterConfig()
     server_args = {"model_path": str(model_path), **server_args}
-    _require_startable(mode, replicas, config, server_args)
     with trainer_mesh() as mesh, contextlib.ExitStack() as stack:
         fleet = None
         if mesh.get_local_rank() == 0:
@@ -166,26 +171,7 @@ def start_servers(
         yield RolloutServers(stack.enter_context(engine), fleet, mesh)
 
 
-def _require_startable(
-    mode: RolloutMode | str | None, replicas: int, config: AdapterConfig, server_args: Mapping[str, Any]
-) -> None:
-    """Raise BadInputError on all ranks for arguments that rank 0, or the engine after the start, would refuse."""
-    require_whole_number("replicas", replicas)
-    if not capabilities_of(parse_mode(mode)).takes_weights:
-        raise BadInputError(f"a fleet of mode={str(mode)!r} takes no weights: use 'hybrid' or 'standalone'")
-    get_engine(config.engine_kind).validate_fleet_args(server_args)
-
-
 def rank_timeouts(timeouts: Timeouts) -> Timeouts:
     """The timeouts of the engine: a `ranks_s` that has its default becomes `RANKS_S`."""
     is_set = timeouts.ranks_s != Timeouts().ranks_s
     return timeouts if is_set else dataclasses.replace(timeouts, ranks_s=RANKS_S)
-
-
-def require_servers(servers: object) -> None:
-    """Raise BadInputError unless `servers` are the servers of `start_servers`, and not its context."""
-    if not isinstance(servers, RolloutServers):
-        raise BadInputError(
-            "servers must be RolloutServers: write `with start_servers(...) as servers:` and train inside; got "
-            f"{type(servers).__name__}"
-        )

@@ -10,34 +10,14 @@ import torch
 
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError, UnsupportedError
-from verl_server.integrations.trl.servers import RolloutServers, require_servers, require_trl
-from verl_server.types import Json, WeightUpdateResult
+from verl_server.integrations.trl.servers import RolloutServers, require_trl
+from verl_server.types import WeightUpdateResult
 
 if TYPE_CHECKING:
     import torch
 
 #: Parts of parameter names that wrappers insert: DDP, activation checkpointing, `torch.compile`.
 WRAPPER_PARTS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-QUANTIZED = ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized")
-"""Attributes of transformers' quantized models."""
-FSDP2 = 2
-ZERO_STAGE_3 = 3
-
-
-def require_pushable(accelerator: Any) -> None:
-    """Raise UnsupportedError if the parameters of the trainer's model are sharded in a way that cannot be pushed."""
-    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
-    if deepspeed is not None and deepspeed.zero_stage == ZERO_STAGE_3:
-        raise UnsupportedError(
-            "the parameters of a model under DeepSpeed ZeRO-3 are no tensors of their own, so they cannot be pushed: "
-            "use FSDP2, which is `fsdp_version: 2` in the configuration of accelerate, or ZeRO-2"
-        )
-    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    if fsdp is not None and fsdp.fsdp_version != FSDP2:
-        raise UnsupportedError(
-            "FSDP1 flattens the parameters of a model, so they cannot be pushed: use FSDP2, which is "
-            "`fsdp_version: 2` in the configuration of accelerate"
-        )
 
 
 def require_mergeable(model: Any) -> None:
@@ -45,11 +25,6 @@ def require_mergeable(model: Any) -> None:
 
     `model`: the trainer's model without wrappers of Accelerate.
     """
-    if any(getattr(model, name, False) for name in QUANTIZED):
-        raise UnsupportedError(
-            "the trainer's model is quantized (4-bit or 8-bit), and the servers need its whole weights: load it "
-            "without a quantization_config, for example in bfloat16"
-        )
     for name, config in getattr(model, "peft_config", {}).items():
         if config.is_prompt_learning:
             raise UnsupportedError(
@@ -173,29 +148,6 @@ def _clean(name: str) -> str:
     return name
 
 
-# -- Policy versions --------------------------------------------------------------------------------
-# Versions of the policy: the engine counts pushes, and an `AsyncGRPOTrainer` counts its own weight syncs.
-
-
-class PolicyVersions:
-    """Converts weight versions of the engine to TRL's model versions. Both rise by one with each sync."""
-
-    def __init__(self) -> None:
-        self._offset = 0
-
-    def set(self, model_version: int, weight_version: int) -> None:
-        """Both numbers of the weights that the servers have now."""
-        self._offset = model_version - weight_version
-
-    def oldest(self, spans: Sequence[Json]) -> int:
-        """TRL's version of the oldest token of a completion. `spans`: spans of its tokens by weight version."""
-        return min(int(span["version"]) for span in spans) + self._offset
-
-    def newest(self, spans: Sequence[Json]) -> int:
-        """TRL's version of the newest token of a completion."""
-        return max(int(span["version"]) for span in spans) + self._offset
-
-
 # -- Weight transfer --------------------------------------------------------------------------------
 # `FleetWeightTransfer`: how the weights of an `AsyncGRPOTrainer` get into the servers.
 
@@ -218,7 +170,6 @@ class FleetWeightTransfer:
         Raises UnsupportedError for another version of TRL, and for several trainer ranks; BadInputError.
         """
         require_trl()
-        require_servers(servers)
         if servers.mesh.size() > 1:
             raise UnsupportedError(
                 "AsyncGRPOTrainer sends the weights from rank 0 alone, which VerlEngine on several ranks cannot do: "

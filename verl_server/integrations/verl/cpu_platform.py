@@ -82,23 +82,12 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc] # verl has no types
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        """Do nothing."""
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Do nothing."""
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """Do nothing."""
-
-    def empty_cache(self) -> None:
-        """Do nothing."""
+    manual_seed_all = manual_seed
+    set_device = synchronize = set_allocator_settings = empty_cache = _do_nothing
+    profiler_start = profiler_stop = cudart = _do_nothing
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -112,15 +101,6 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc] # verl has no types
     @contextlib.contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
-
-    def profiler_start(self) -> None:
-        """Do nothing."""
-
-    def profiler_stop(self) -> None:
-        """Do nothing."""
-
-    def cudart(self) -> None:
-        """None: there is no CUDA."""
 
     def ray_resource_name(self) -> str:
         """ "GPU": the only name that verl's check of the resources knows without an NPU."""

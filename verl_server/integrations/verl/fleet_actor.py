@@ -199,7 +199,7 @@ class FleetReplicas:
         try:
             await self._threads.run(manager.add_replica, name)
         except StartupError as error:
-            if self._spec.own.server_python is None:
+            if self._spec.own.adapter_config.server_python is None:
                 raise StartupError(f"{error.message}. {OTHER_ENVIRONMENT}", **error.details) from error
             raise
         if self._spec.serves_http:

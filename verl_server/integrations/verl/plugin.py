@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT = "verl_server"
 """Value of `actor_rollout_ref.rollout.name`."""
-ADAPTER = "verl_server.integrations.verl.trainer.ServerAdapter"
+ADAPTER = "verl_server.integrations.verl.verl_classes.ServerAdapter"
 
 
 def register() -> None:
@@ -41,7 +41,7 @@ def load_replica_class() -> type[Any]:
     """verl's class of replicas. Raises UnsupportedError if the registration has failed."""
     if failures:
         raise UnsupportedError(f"the rollout {ROLLOUT!r} cannot be used: {failures[0]}") from failures[0]
-    from verl_server.integrations.verl.replica import Replica
+    from verl_server.integrations.verl.verl_classes import Replica
 
     return Replica
 
@@ -49,11 +49,11 @@ def load_replica_class() -> type[Any]:
 def _register_all() -> None:
     from verl.workers.rollout import base
 
-    from verl_server.integrations.verl import cpu_platform, trainer
+    from verl_server.integrations.verl import cpu_platform, verl_classes
 
     base._ROLLOUT_REGISTRY[ROLLOUT, "async"] = ADAPTER  # verl has no public function for it
     cpu_platform.register()
-    trainer.register()
+    verl_classes.register()
 
 
 register()

@@ -273,7 +273,7 @@ def test_samples_of_other_inputs_are_refused(
     assert (loaded.graph.nodes, loaded.reward, runner.counters.num_turns) == (recorded.graph.nodes, 0.5, 0)
     assert load_session(session_file(tmp_path, "0-0")).rewards == {loaded.leaf: [0.5]}
     (warning,) = caplog.records
-    assert "1 samples of this run are recorded in run_dir" in warning.getMessage()
+    assert "samples of this run are recorded in run_dir" in warning.getMessage()
 
 
 def test_sample_that_cannot_be_recorded_ends_its_group(

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from verl_server import BadInputError, UnsupportedError
-from verl_server.integrations.trl.groups import RewardFunctions, score_group
+from verl_server import UnsupportedError, VerlServerError
+from verl_server.integrations.trl.async_grpo import RewardFunctions, score_group
 from verl_server.integrations.trl.servers import TRL_VERSION, require_trl
 from verl_server.integrations.trl.tree_attention import torch_tree_attention
-from verl_server.integrations.trl.weights import PolicyVersions, require_mergeable
+from verl_server.integrations.trl.weights import require_mergeable
 
 ROOT = Path(__file__).parents[4]
 TRL_VENV = ROOT / ".venv-trl"
@@ -144,9 +144,6 @@ def test_async_grpo_trains_on_samples_with_their_versions_although_a_server_is_k
     [
         ("generation_kwargs", "BadInputError: generation_kwargs={'top_k': 5}"),
         ("reuse", "BadInputError: this FleetRolloutFunc belongs to another trainer"),
-        ("token_budget", "BadInputError: without a token_budget"),
-        ("iterable", "BadInputError: train_dataset must have rows and a length"),
-        ("no_reward", "BadInputError: FleetRolloutWorker needs a reward function"),
         ("broken_reward", "VerlServerError: reward function broken_reward failed: RuntimeError: no judge"),
     ],
 )
@@ -203,8 +200,6 @@ def test_another_version_of_trl_is_refused(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"is_loaded_in_4bit": True}, "quantized"),
-        ({"is_loaded_in_8bit": True}, "quantized"),
         ({"peft_config": {"a": SimpleNamespace(is_prompt_learning=True, peft_type="P_TUNING")}}, "prompt learning"),
         (
             {"peft_config": {"a": SimpleNamespace(is_prompt_learning=False, trainable_token_indices=[1])}},
@@ -241,7 +236,7 @@ def test_reward_functions_may_be_coroutines_and_must_return_a_reward_for_each_co
     rewards = RewardFunctions([length, constant])
     assert asyncio.run(rewards.compute({"completions": ["abc"], "function": ["f"]})) == [[3.0], [1.0]]
     assert rewards.longest_call() is None
-    with pytest.raises(BadInputError, match="constant returned 1 rewards for 2 completions"):
+    with pytest.raises(VerlServerError, match="constant returned 1 rewards for 2 completions"):
         asyncio.run(RewardFunctions([constant]).compute({"completions": ["a", "b"]}))
 
 
@@ -254,13 +249,6 @@ def test_reward_functions_of_the_same_name_both_count() -> None:
     scores = score_group(rewards.names, values)
     assert scores.rewards == [7.0]
     assert scores.by_function == {"score": [1.0], "score_2": [2.0], "score_3": [4.0]}
-
-
-def test_versions_of_trl_and_of_the_engine() -> None:
-    versions = PolicyVersions()
-    versions.set(1, 7)  # the engine has pushed before
-    spans = [{"version": 7, "start": 0, "end": 3}, {"version": 9, "start": 3, "end": 4}]
-    assert (versions.oldest(spans), versions.newest(spans)) == (1, 3)
 
 
 @pytest.mark.parametrize("window", [None, 2])

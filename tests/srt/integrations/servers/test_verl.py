@@ -79,7 +79,7 @@ import json
 import verl
 from verl.utils.profiler import ProfilerConfig
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, PrometheusConfig, RolloutConfig
-from verl_server.integrations.verl.replica import group_places
+from verl_server.integrations.verl.verl_classes import group_places
 from verl_server.config import RolloutMode
 from verl_server.integrations.verl.settings import make_fleet_spec
 from verl_server.tiny import make_model
@@ -99,8 +99,6 @@ for name, rollout, model in [
     ("pipeline", {"pipeline_model_parallel_size": 2}, {}),
     ("prometheus", {"prometheus": PrometheusConfig(enable=True)}, {}),
     ("profiler", {"profiler": ProfilerConfig(enable=True)}, {}),
-    ("old_section", {"engine_kwargs": {"sglang": {"attention_backend": "triton"}}}, {}),
-    ("no_mapping", {"engine_kwargs": {"verl_server": "sglang"}}, {}),
     ("forkserver", {"engine_kwargs": {"verl_server": {"use_forkserver": "no"}}}, {}),
     ("timeout", {"engine_kwargs": {"verl_server": {"timeouts": {"start_s": -1}}}}, {}),
     ("own", {"engine_kwargs": {"verl_server": {"engine_kind": "sglang", "attention_backend": "triton"}}}, {}),
@@ -148,9 +146,7 @@ def test_settings(tmp_path: Path) -> None:
         "pipeline": "does not support rollout.pipeline_model_parallel_size=2",
         "prometheus": "does not support rollout.prometheus.enable=True",
         "profiler": "does not support rollout.profiler.enable=True",
-        "old_section": "engine_kwargs.sglang has no effect with the rollout verl_server: move ['attention_backend'] to",
-        "no_mapping": "engine_kwargs.verl_server must be a mapping of names and values, got 'sglang'",
-        "forkserver": "engine_kwargs.verl_server.use_forkserver must be true or false, got 'no'",
+        "forkserver": "AdapterConfig.use_forkserver must be a valid boolean, got 'no'",
         "timeout": "Timeouts.start_s must be greater than 0",
         "split": "UnsupportedError: one server has 4 workers on each node, but Ray has placed these on several nodes",
         "unknown_transport": "BadInputError: WeightsConfig.transport must be one of",

@@ -30,13 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server.adapter.blocking import EventLoopThread
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
-from verl_server.config import RolloutMode, Timeouts
+from verl_server.config import AdapterConfig, RolloutMode, Timeouts
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.integrations.verl.fleet_actor import FleetActor, ReplayJobs
 from verl_server.integrations.verl.generation import Generations, make_request, prompt_logprobs, require_no_other_media
-from verl_server.integrations.verl.ray_fleet import RayFleet, RayTarget, _watch
+from verl_server.integrations.verl.ray_fleet import RayFleet, RayTarget, TrainerEngine, _watch, find_fleet
 from verl_server.integrations.verl.settings import FleetSpec, OwnSettings
-from verl_server.integrations.verl.trainer_engine import TrainerEngine, find_fleet
 from verl_server.rollout.fleet import ReplicaState
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStatus
@@ -76,7 +75,7 @@ def make_spec(folder: Path, **changes: Any) -> FleetSpec:
     values: dict[str, Any] = {
         "mode": RolloutMode.HYBRID,
         "server_args": {"model_path": str(folder), "dtype": "float32", "max_total_tokens": 8192},
-        "own": OwnSettings(timeouts=TIMEOUTS),
+        "own": OwnSettings(AdapterConfig(timeouts=Timeouts(**TIMEOUTS))),
         "prompt_length": 64,
         "response_length": 16,
         "context_length": 2048,

@@ -1,1 +1,0 @@
-"""Episodes: one sample of an agent, its branches, and their record."""
