@@ -29,9 +29,10 @@ from verl_server.agent.samples import find_segments
 from verl_server.errors import BadInputError
 from verl_server.gateway.config import MIN_SESSION_KEY_CHARS
 from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
-from verl_server.gateway.records import ObservedRecorder, RecordFiles
+from verl_server.gateway.records import TOO_MANY_FILES, ObservedRecorder, RecordFiles, close_on_disk
 from verl_server.gateway.sessions.history import TRAINED_KINDS, ConversationKind, label_conversations, trained_ends
 from verl_server.gateway.sessions.session import Session
+from verl_server.gateway.threads import run_aside
 from verl_server.trajectory.conversations import KIND_NOTE, recorded_kinds
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder, session_file
@@ -359,6 +360,9 @@ class SessionStore:
         self.closed_reason: str | None = None
         """Why `close` was called. None: the sessions are served."""
         self._files = RecordFiles()
+        self._closing = set[int]()
+        """Descriptors of records that are used no more. `wait_closed` closes them: a network file system may write all
+        their data then."""
         run_dir.mkdir(parents=True, exist_ok=True)
         infos, self._unreadable = read_infos(run_dir)
         for info in infos:
@@ -404,7 +408,8 @@ class SessionStore:
         session_limits = limits_of(info, self._limits)
         if self._limits.has_token_limit:  # otherwise, the engine tells its context length later
             require_token_limit(session_limits)
-        self._files.require_free(f"the session {session_id!r} was not created")
+        if not self._files.has_free:
+            raise GatewayError(ErrorKind.OVERLOADED, f"the session {session_id!r} was not created: {TOO_MANY_FILES}")
         self._files.opening(lambda: write_info(self._run_dir, info))
         self._add(info)
         return info, key
@@ -478,14 +483,14 @@ class SessionStore:
     async def _end(self, session_id: str, stop_reason: str, result: Json) -> SessionInfo:
         with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
             for step in steps:
-                await self._files.opening_aside(step, may_use_reserve=True)
+                await self._files.opening_aside(step)
         return self._infos[session_id]
 
     def end_now(self, session_id: str, stop_reason: str, **result: Any) -> None:
         """`end`, without other work of the event loop meanwhile."""
         with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
             for step in steps:
-                self._files.opening(step, may_use_reserve=True)
+                self._files.opening(step)
 
     def _steps_of_end(self, session_id: str, stop_reason: str, result: Json) -> Generator[Callable[[], None]]:
         """End a session. The steps, which the caller calls, wait for the disk."""
@@ -518,7 +523,7 @@ class SessionStore:
         if not session_file(self._run_dir, session_id).exists():
             yield None
             return
-        recorder = ObservedRecorder(self._run_dir, session_id, self._files, may_use_reserve=True)
+        recorder = ObservedRecorder(self._run_dir, session_id, self._files)
         with recorder, recorder.ending():
             yield recorder
 
@@ -556,8 +561,8 @@ class SessionStore:
         error = GatewayError(ErrorKind.OVERLOADED, f"{self.closed_reason}; send the request again")
         for session_id in self._open.keys() - self._ending.keys():
             session = self._open.pop(session_id)
-            if session.record is not None and not at_once:
-                session.record.close_later()
+            if session.record is not None and not at_once and (fd := session.record.detach()) is not None:
+                self._closing.add(fd)
             session.close(error)
 
     async def wait_closed(self) -> None:
@@ -565,13 +570,17 @@ class SessionStore:
         while self._ending:
             await asyncio.wait(self._ending.values())
         self.close(at_once=False)  # sessions that could not be ended
-        await self._files.close_waiting()
+        await asyncio.gather(*map(self._close_aside, self._closing))
         self._files.close()
+
+    async def _close_aside(self, descriptor: int) -> None:
+        await run_aside(False, close_on_disk, descriptor)
+        self._closing.discard(descriptor)
 
     @property
     def num_unwritten(self) -> int:
         """Number of records that were closed, or are ended, and are perhaps not on the disk."""
-        return len(self._ending) + self._files.num_closing
+        return len(self._ending) + len(self._closing)
 
     def _require_open(self) -> None:
         if self.closed_reason is not None:
