@@ -30,8 +30,8 @@ from verl_server.errors import ServerDiedError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.dialects.content import ImageCheck, num_pixels
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.image_check import ImageCheck, num_pixels
 from verl_server.gateway.sessions.turns import Client, Generation, RecordedTurns, Slots, Turns
 from verl_server.gateway.turn_text.splitting import TurnProgress
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer, make_vision_model

@@ -26,8 +26,8 @@ from verl_server.agent.limits import EpisodeStopped
 from verl_server.errors import BadInputError, ServerError
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of, normalize_messages
 from verl_server.gateway.dialects.base import KnownItems
+from verl_server.gateway.dialects.content import ImageCheck
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
-from verl_server.gateway.image_check import ImageCheck
 from verl_server.gateway.records import ObservedRecorder
 from verl_server.gateway.sessions.history import (
     TEMPLATE_ARGUMENTS,
