@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,6 @@ from fastapi import FastAPI, Response
 from verl_server.gateway.dialects.base import MAX_STOP_CHARS, MAX_STOP_SEQUENCES
 from verl_server.gateway.http.admin import (
     LIVE_PATHS,
-    MAX_LISTED_SESSIONS,
     METRICS_PATH,
     PING_PATH,
     READY_PATH,
@@ -236,10 +236,11 @@ def make_openapi() -> Json:
     """The description, in version 3.1 of OpenAPI."""
     from verl_server import __version__
 
+    paths = {path: {"parameters": _path_parameters(path), **operations} for path, operations in _operations().items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "verl_server gateway", "version": __version__},
-        "paths": {**_dialect_paths(), **_admin_paths(), **_health_paths(), **_ui_paths()},
+        "paths": paths,
         "components": {
             "securitySchemes": {
                 "sessionKey": {"type": "http", "scheme": "bearer"},
@@ -250,68 +251,53 @@ def make_openapi() -> Json:
     }
 
 
-def _dialect_paths() -> Json:
-    paths: Json = {}
-    models = _operation("The names of the model", SESSION_KEY, errors=(401, 404))
-    model = _operation("A model. Each name is accepted", SESSION_KEY, errors=(401, 404))
-    for prefix, parameters in (("", []), ("/session/{session_key}", [_path_parameter("session_key")])):
-        for path, schema in BODIES.items():
-            types = (JSON,) if path.endswith("count_tokens") else (JSON, EVENTS)
-            post = _operation(f"POST {path}", SESSION_KEY, body=schema, types=types, errors=tuple(ERRORS))
-            paths[prefix + path] = {"parameters": parameters, "post": post}
-        paths[f"{prefix}/v1/models"] = {"parameters": parameters, "get": models}
-        paths[f"{prefix}/v1/models/{{name}}"] = {"parameters": [*parameters, _path_parameter("name")], "get": model}
-    return paths
-
-
-def _admin_paths() -> Json:
+def _operations() -> dict[str, Json]:
+    """The operations of each path by method."""
     errors = (400, 401, 413, 415)
-    query: list[Json] = [
-        {"name": "format", "in": "query", "schema": {"type": "string", "enum": list(RECORD_FORMATS)}},
-        {"name": "model", "in": "query", "schema": {"type": "string"}},
-    ]
-    listing = {**_operation("List the sessions", ADMIN_KEY, errors=(400, 401, 404)), "parameters": _session_query()}
-    create = _operation("Create a session", ADMIN_KEY, body=_schema(NewSession), errors=errors)
-    end = _operation("End a session", ADMIN_KEY, body=_schema(SessionEnd), errors=(*errors, 404))
-    show = _operation("Read a session", ADMIN_KEY, errors=(401, 404))
-    record = _operation("Read the record of a session", ADMIN_KEY, types=(LINES,), errors=(400, 401, 404))
-    parameters = [_path_parameter("session_id")]
-    return {
-        "/admin/sessions": {"get": listing, "post": create},
-        "/admin/sessions/{session_id}": {"parameters": parameters, "get": show},
-        "/admin/sessions/{session_id}/end": {"parameters": parameters, "post": end},
-        "/admin/sessions/{session_id}/record": {"parameters": parameters, "get": {**record, "parameters": query}},
+    formats = {"format": {"type": "string", "enum": list(RECORD_FORMATS)}, "model": TEXT}
+    turns: dict[str, Json] = {
+        "/v1/models": {"get": _operation("The names of the model", SESSION_KEY, errors=(401, 404))},
+        "/v1/models/{name}": {"get": _operation("A model. Each name is accepted", SESSION_KEY, errors=(401, 404))},
     }
-
-
-def _session_query() -> list[Json]:
-    """The parameters of the list of sessions."""
-    limit = {"type": "integer", "minimum": 1, "maximum": MAX_LISTED_SESSIONS}
-    schemas: Json = {"limit": limit, "after": {"type": "string"}, "open": {"type": "boolean"}}
-    assert schemas.keys() == SessionQuery.model_fields.keys()
-    return [{"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()]
-
-
-def _health_paths() -> Json:
-    alive = _operation("Whether the event loop runs", NO_KEY)
-    ready = _operation("Whether turns can be generated", NO_KEY, errors=(503,))
-    ping = _operation("Generate one token through the engine", ADMIN_KEY, errors=(401, 503))
-    metrics = _operation("Metrics in the text format of Prometheus", NO_KEY, types=(PLAIN,))
+    for path, schema in BODIES.items():
+        types = (JSON,) if path.endswith("count_tokens") else (JSON, EVENTS)
+        turns[path] = {"post": _operation(f"POST {path}", SESSION_KEY, body=schema, types=types, errors=tuple(ERRORS))}
     return {
-        **{path: {"get": alive} for path in LIVE_PATHS},
-        READY_PATH: {"get": ready},
-        PING_PATH: {"get": ping},
-        METRICS_PATH: {"get": metrics},
-    }
-
-
-def _ui_paths() -> Json:
-    show = _operation("Page of a session", SESSION_KEY, types=(HTML,), errors=(401, 404, 413))
-    return {
+        **turns,
+        **{f"/session/{{session_key}}{path}": operations for path, operations in turns.items()},
+        "/admin/sessions": {
+            "get": _operation("List the sessions", ADMIN_KEY, query=_properties(SessionQuery), errors=(400, 401, 404)),
+            "post": _operation("Create a session", ADMIN_KEY, body=NewSession.model_json_schema(), errors=errors),
+        },
+        "/admin/sessions/{session_id}": {"get": _operation("Read a session", ADMIN_KEY, errors=(401, 404))},
+        "/admin/sessions/{session_id}/end": {
+            "post": _operation("End a session", ADMIN_KEY, body=SessionEnd.model_json_schema(), errors=(*errors, 404))
+        },
+        "/admin/sessions/{session_id}/record": {
+            "get": _operation(
+                "Read the record of a session", ADMIN_KEY, query=formats, types=(LINES,), errors=(400, 401, 404)
+            )
+        },
+        **{path: {"get": _operation("Whether the event loop runs", NO_KEY)} for path in LIVE_PATHS},
+        READY_PATH: {"get": _operation("Whether turns can be generated", NO_KEY, errors=(503,))},
+        PING_PATH: {"get": _operation("Generate one token through the engine", ADMIN_KEY, errors=(401, 503))},
+        METRICS_PATH: {"get": _operation("Metrics in the text format of Prometheus", NO_KEY, types=(PLAIN,))},
         "/ui": {"get": _operation("The live page", NO_KEY, types=(HTML,))},
         "/ui/sessions": {"get": _operation("The sessions that the key may read", SESSION_KEY, errors=(401,))},
-        "/ui/sessions/{session_id}": {"parameters": [_path_parameter("session_id")], "get": show},
+        "/ui/sessions/{session_id}": {
+            "get": _operation("Page of a session", SESSION_KEY, types=(HTML,), errors=(401, 404, 413))
+        },
     }
+
+
+def _properties(model: type[pydantic.BaseModel]) -> Json:
+    properties: Json = model.model_json_schema()["properties"]
+    return properties
+
+
+def _path_parameters(path: str) -> list[Json]:
+    names = re.findall(r"{(\w+)}", path)
+    return [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
 
 
 def _operation(
@@ -319,21 +305,17 @@ def _operation(
     security: list[Json],
     *,
     body: Json | None = None,
+    query: Json | None = None,
     types: tuple[str, ...] = (JSON,),
     errors: tuple[int, ...] = (),
 ) -> Json:
+    """`query`: schemas of the parameters by name."""
     replies: dict[str, Any] = {"200": {"description": "OK", "content": {kind: {} for kind in types}}}
     for status in errors:
-        replies[str(status)] = {"description": ERRORS[status], "content": {JSON: {"schema": {"type": "object"}}}}
+        replies[str(status)] = {"description": ERRORS[status], "content": {JSON: {"schema": ANY_OBJECT}}}
     operation: Json = {"summary": summary, "security": security, "responses": replies}
+    if query is not None:
+        operation["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
     return operation
-
-
-def _path_parameter(name: str) -> Json:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-
-
-def _schema(body: type[pydantic.BaseModel]) -> Json:
-    return body.model_json_schema()
