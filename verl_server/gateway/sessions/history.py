@@ -384,9 +384,18 @@ def comes_back(text: str, message: str) -> bool:
 
     Agents change the lines around a summary, for example the tags that they asked for.
     """
-    lines = sorted((line for part in text.splitlines() if (line := part.strip())), key=len)[-MAX_SUMMARY_LINES:]
+    lines = sorted((line for part in text.splitlines() if (line := part.strip())), key=len)[
+        : -MAX_SUMMARY_LINES - 1 : -1
+    ]
     num_chars = sum(map(len, lines))
-    return num_chars >= MIN_SUMMARY_CHARS and 2 * sum(len(line) for line in lines if line in message) >= num_chars
+    if num_chars < MIN_SUMMARY_CHARS:
+        return False
+    num_missing = 0
+    for line in lines:
+        num_missing += 0 if line in message else len(line)
+        if 2 * num_missing > num_chars:  # after a few lines of most texts
+            return False
+    return True
 
 
 def _last_in(message: str, turns: Sequence[Node]) -> Node | None:
