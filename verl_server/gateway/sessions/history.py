@@ -496,64 +496,31 @@ def trained_ends(
     return sorted(ends)
 
 
-class RootForkReasons:
-    """Why the conversations of a session that goes on begin with prompts of their own, as far as it is known by now."""
+def root_fork_reason(graph: TrajectoryGraph, messages: Sequence[Message], tools: str | None) -> ForkReason:
+    """Why a further conversation of a session begins with a prompt of its own, as far as it is known by now.
 
-    def __init__(self, graph: TrajectoryGraph) -> None:
-        self._graph = graph
-        self._openings = dict[int, Opening]()
-        """The first `MAX_COMPARED` conversations, by their roots."""
-        self._main: Opening | None = None
-        """The opening of the main conversation. None without a conversation."""
-        self._num_seen_nodes = 0
-
-    @property
-    def num_compared_tokens(self) -> int:
-        """Number of tokens of the turns that the messages of a new conversation are compared with."""
-        return sum(len(node.token_ids) for node in self._graph.nodes[-MAX_COMPARED:] if node.sampled)
-
-    def reason_of(self, messages: Sequence[Message], tools: str | None) -> ForkReason:
-        """The reason of a conversation with these first messages. The work does not grow with the session.
-
-        `tools`: digest of its tools, None without tools.
-        """
-        self._look_at_new_nodes()
-        if self._main is None:
-            return ForkReason.SUB_AGENT
-        graph, opening = self._graph, _opening_of(messages, tools)
-        last_turns = [node for node in graph.nodes[-MAX_COMPARED:] if node.sampled and not graph.children(node.id)]
-        has_summary = _last_in("\n".join(opening.users), last_turns) is not None
-        return FORK_REASONS.get(kind_of(opening, self._main, has_summary), ForkReason.SUB_AGENT)
-
-    def _look_at_new_nodes(self) -> None:
-        """An opening depends on its root, on the turns after the root, and on whether a turn was continued."""
-        nodes, has_changed = self._graph.nodes, False
-        for node in nodes[self._num_seen_nodes :]:
-            root = node
-            for _ in range(2):
-                root = root if root.parent is None else nodes[root.parent]
-            if root.parent is None and (root.id in self._openings or len(self._openings) < MAX_COMPARED):
-                self._openings[root.id] = _opening(self._graph, root.id, self._openings.get(root.id))
-                has_changed = True
-        self._num_seen_nodes = len(nodes)
-        if has_changed:
-            openings = list(self._openings.values())
-            self._main = openings[find_main(openings)]
+    `messages`: its first messages. `tools`: digest of its tools, None without tools. The work does not grow with the
+    session: `MAX_COMPARED` conversations and turns are compared.
+    """
+    openings = [_opening(graph, root) for root in graph.children(None)[:MAX_COMPARED]]
+    opening = _opening_of(messages, tools)
+    last_turns = [node for node in graph.nodes[-MAX_COMPARED:] if node.sampled and not graph.children(node.id)]
+    has_summary = _last_in("\n".join(opening.users), last_turns) is not None
+    return FORK_REASONS.get(kind_of(opening, openings[find_main(openings)], has_summary), ForkReason.SUB_AGENT)
 
 
-def _opening(graph: TrajectoryGraph, root: int, known: Opening | None = None) -> Opening:
-    """The opening of a conversation. `known`: the opening at an earlier time, whose texts are the same."""
+def _opening(graph: TrajectoryGraph, root: int) -> Opening:
+    """The opening of a recorded conversation."""
     node = graph.node(root)
     message = node.message or {}
     if "messages" not in message:
         return Opening(is_raw=True)
-    opening = known or _opening_of(message["messages"], node.tools_digest if message.get("tools") else None)
     turns = [graph.node(child) for child in graph.children(root) if graph.node(child).sampled]
-    num_turns = 1 + any(graph.children(turn.id) for turn in turns)
-    asked = ((turns[0].message or {}).get("request") or {}).get("max_new_tokens") if turns else None
-    if (num_turns, asked) == (opening.num_turns, opening.max_new_tokens):
-        return opening
-    return dataclasses.replace(opening, num_turns=num_turns, max_new_tokens=asked)
+    return dataclasses.replace(
+        _opening_of(message["messages"], node.tools_digest if message.get("tools") else None),
+        num_turns=1 + any(graph.children(turn.id) for turn in turns),
+        max_new_tokens=((turns[0].message or {}).get("request") or {}).get("max_new_tokens") if turns else None,
+    )
 
 
 def _opening_of(messages: Sequence[Message], tools: str | None) -> Opening:

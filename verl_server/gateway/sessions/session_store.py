@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,29 +98,6 @@ SETTINGS = pydantic.TypeAdapter(SessionInfo)
 def digest_of(key: str) -> str:
     """The digest of a key that `SessionInfo` has."""
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def new_info(
-    session_id: str,
-    key: str,
-    created_at: float,
-    expiry_s: float | None,
-    metadata: Mapping[str, Any] | None,
-    limits: Mapping[str, Any] | None,
-    sampling_params: Mapping[str, Any] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> SessionInfo:
-    """A session with these settings. Raises BadInputError for values that are not allowed."""
-    return SessionInfo(
-        session_id,
-        digest_of(key),
-        created_at,
-        None if expiry_s is None else created_at + require_seconds("expires_in_s", expiry_s),
-        as_json("metadata", metadata),
-        as_json("limits", limits),
-        as_json("sampling_params", require_sampling_params(sampling_params or {})),
-        as_json("chat_template_kwargs", chat_template_kwargs),
-    )
 
 
 def write_info(run_dir: Path, info: SessionInfo) -> None:
@@ -396,7 +373,16 @@ class SessionStore:
         has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
         expiry_s = (self._expiry_s if expires_in_s is None else expires_in_s) if can_expire else None
         created_at = time.time() if existing is None else existing.created_at
-        info = new_info(session_id, key, created_at, expiry_s, metadata, limits, sampling_params, chat_template_kwargs)
+        info = SessionInfo(
+            session_id,
+            digest_of(key),
+            created_at,
+            None if expiry_s is None else created_at + require_seconds("expires_in_s", expiry_s),
+            as_json("metadata", metadata),
+            as_json("limits", limits),
+            as_json("sampling_params", require_sampling_params(sampling_params or {})),
+            as_json("chat_template_kwargs", chat_template_kwargs),
+        )
         if existing is not None and existing.has_settings_of(info):
             return existing, key
         if existing is not None or has_record:
@@ -446,26 +432,26 @@ class SessionStore:
         self._require_open()
         if session_id in self._ending:
             raise GatewayError(ErrorKind.OVERLOADED, f"the session {session_id!r} is being ended")
-        if self.info(session_id).has_expired:
-            self.end_now(session_id, "expired")
-        if (info := self.info(session_id)).ended_at is not None:
-            raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({info.stop_reason})")
+        info = self.info(session_id)
+        if info.ended_at is not None or info.has_expired:
+            reason = info.stop_reason or "expired"  # `end_expired` records the end
+            raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({reason})")
         opened = self._open.get(session_id)
-        has_failed = opened is not None and _has_failed(opened)
-        if opened is not None and has_failed:
+        if opened is not None and not _has_failed(opened):
+            return opened
+        if opened is not None:
             _close_failed(opened)
-        if opened is None or has_failed:
-            recorder = ObservedRecorder(self._run_dir, session_id, self._files)
-            try:
-                limits = remaining_limits(limits_of(info, self._limits), info.created_at)
-                session = self._open_session(recorder, limits, info)
-            except BaseException:
-                recorder.close()  # the engine is not there yet, for example
-                raise
-            if opened is not None:
-                session.continue_turns_of(opened)
-            self._open[session_id] = session
-        return self._open[session_id]
+        recorder = ObservedRecorder(self._run_dir, session_id, self._files)
+        try:
+            limits = remaining_limits(limits_of(info, self._limits), info.created_at)
+            session = self._open_session(recorder, limits, info)
+        except BaseException:
+            recorder.close()  # the engine is not there yet, for example
+            raise
+        if opened is not None:
+            session.continue_turns_of(opened)
+        self._open[session_id] = session
+        return session
 
     async def end(self, session_id: str, stop_reason: str = "done", **result: Any) -> SessionInfo:
         """End a session: abort its turns, and record the reward at the end of each trained conversation.
@@ -481,31 +467,19 @@ class SessionStore:
         return await asyncio.shield(task)
 
     async def _end(self, session_id: str, stop_reason: str, result: Json) -> SessionInfo:
-        with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
-            for step in steps:
-                await self._files.opening_aside(step)
-        return self._infos[session_id]
-
-    def end_now(self, session_id: str, stop_reason: str, **result: Any) -> None:
-        """`end`, without other work of the event loop meanwhile."""
-        with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
-            for step in steps:
-                self._files.opening(step)
-
-    def _steps_of_end(self, session_id: str, stop_reason: str, result: Json) -> Generator[Callable[[], None]]:
-        """End a session. The steps, which the caller calls, wait for the disk."""
         self._require_open()
         info = with_result(self.info(session_id), stop_reason, **result)
         with self._record_to_end(session_id) as recorder:
             if recorder is not None:
                 record_end(recorder, info)
-                yield recorder.flush
+                await self._files.opening_aside(recorder.flush)
             # After the record: a session that has ended has its reward in the record.
-            yield lambda: write_info(self._run_dir, info)
+            await self._files.opening_aside(lambda: write_info(self._run_dir, info))
             self._add(info)
             if (opened := self._open.pop(session_id, None)) is not None:
                 opened.close()  # while the record takes no turns
         self._files.refill()  # before a connection takes the files that the end gives back
+        return info
 
     @contextlib.contextmanager
     def _record_to_end(self, session_id: str) -> Iterator[ObservedRecorder | None]:
