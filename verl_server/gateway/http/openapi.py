@@ -10,8 +10,11 @@ import orjson
 import pydantic
 from fastapi import FastAPI, Response
 
-from verl_server.gateway.dialects.base import MAX_STOP_CHARS, MAX_STOP_SEQUENCES
-from verl_server.gateway.http.admin import (
+from verl_server.gateway.dialects.anthropic import MessagesFields
+from verl_server.gateway.dialects.base import TurnFields
+from verl_server.gateway.dialects.chat import ChatFields, CompletionFields
+from verl_server.gateway.dialects.responses import ResponsesFields
+from verl_server.gateway.http.routes import (
     LIVE_PATHS,
     METRICS_PATH,
     PING_PATH,
@@ -52,24 +55,21 @@ def _or_null(schema: Json) -> Json:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def _number(minimum: float, maximum: float) -> Json:
-    return _or_null({"type": "number", "minimum": minimum, "maximum": maximum})
-
-
 def _typed(kind: str, *required: str, **properties: Any) -> Json:
     """An object with the field `type`."""
     return _object(("type", *required), type={"type": "string", "const": kind}, **properties)
 
 
-SAMPLING: Json = {
-    "temperature": _number(0, 100),
-    "top_p": _number(0, 1),
-    "top_k": _or_null({"type": "integer", "minimum": -1}),
-    "stream": _or_null(FLAG),
-}
-STOP_SEQUENCE: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-STOP_SEQUENCES: Json = _list(STOP_SEQUENCE, maxItems=MAX_STOP_SEQUENCES)
-STOP: Json = _or_null(_any_of(STOP_SEQUENCE, STOP_SEQUENCES))
+def _body(fields: type[TurnFields], required: tuple[str, ...], **properties: Any) -> Json:
+    """The body of a turn: the fields that the dialect reads, and what is described here."""
+    return _object(required, **(_properties(fields) | properties))
+
+
+def _properties(model: type[pydantic.BaseModel]) -> Json:
+    properties: Json = model.model_json_schema()["properties"]
+    return properties
+
+
 IMAGE_URL: Json = {"type": "string", "pattern": "^data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/]*=*$"}
 
 # -- OpenAI chat ------------------------------------------------------------------------------------------
@@ -87,37 +87,22 @@ _CHAT_MESSAGE = _any_of(
     _object(("role",), role=_one_of("assistant"), content=_CHAT_CONTENT, tool_calls=_or_null(_list(_CHAT_CALL))),
     _object(("role", "content", "tool_call_id"), role=_one_of("tool"), content=TEXT, tool_call_id=TEXT),
 )
-CHAT: Json = _object(
+CHAT: Json = _body(
+    ChatFields,
     ("messages",),
-    model=TEXT,
     messages=_list(_CHAT_MESSAGE, minItems=1),
     tools=_or_null(_list(_typed("function", "function", function=_FUNCTION))),
     tool_choice=_or_null(_any_of(TEXT, ANY_OBJECT)),
-    max_tokens=_or_null(COUNT),
-    max_completion_tokens=_or_null(COUNT),
-    presence_penalty=_number(-2, 2),
-    frequency_penalty=_number(-2, 2),
-    stop=STOP,
-    logprobs=_or_null(FLAG),
     response_format=_or_null(ANY_OBJECT),
-    stream_options=_or_null(_object(include_usage=_or_null(FLAG))),
-    **SAMPLING,
 )
 
 # -- OpenAI completions -----------------------------------------------------------------------------------
 
 _TOKEN_IDS = _list({"type": "integer", "minimum": 0}, minItems=1)
-COMPLETIONS: Json = _object(
+COMPLETIONS: Json = _body(
+    CompletionFields,
     ("prompt",),
-    model=TEXT,
     prompt=_any_of({"type": "string", "minLength": 1}, _TOKEN_IDS),
-    max_tokens=_or_null(COUNT),
-    presence_penalty=_number(-2, 2),
-    frequency_penalty=_number(-2, 2),
-    stop=STOP,
-    logprobs=_or_null({"type": "integer", "minimum": 0, "maximum": 1}),
-    stream_options=_or_null(_object(include_usage=_or_null(FLAG))),
-    **SAMPLING,
 )
 
 # -- OpenAI responses -------------------------------------------------------------------------------------
@@ -139,16 +124,14 @@ _INPUT_ITEM = _any_of(
     _typed("custom_tool_call_output", "call_id", "output", call_id=TEXT, output=_INPUT_CONTENT),
 )
 _RESPONSES_TOOL = _object(("type",), type=TEXT, name=TEXT, description=_or_null(TEXT), parameters=_or_null(ANY_OBJECT))
-RESPONSES: Json = _object(
+RESPONSES: Json = _body(
+    ResponsesFields,
     ("input",),
-    model=TEXT,
     input=_any_of(TEXT, _list(_INPUT_ITEM, minItems=1)),
     instructions=_or_null(TEXT),
     tools=_or_null(_list(_RESPONSES_TOOL)),
     tool_choice=_or_null(_any_of(TEXT, ANY_OBJECT)),
-    max_output_tokens=_or_null(COUNT),
     text=_or_null(_object(format=_or_null(ANY_OBJECT))),
-    **SAMPLING,
 )
 
 # -- Anthropic messages -----------------------------------------------------------------------------------
@@ -177,18 +160,16 @@ _ANTHROPIC_MESSAGE = _object(
     ("role", "content"), role=_one_of("user", "assistant", "system"), content=_any_of(TEXT, _BLOCKS)
 )
 _ANTHROPIC_TOOL = _object(("name", "input_schema"), name=TEXT, description=TEXT, input_schema=ANY_OBJECT)
-MESSAGES: Json = _object(
+MESSAGES: Json = _body(
+    MessagesFields,
     ("model", "messages", "max_tokens"),
-    model=TEXT,
     messages=_list(_ANTHROPIC_MESSAGE, minItems=1),
     max_tokens=COUNT,
     system=_any_of(TEXT, _list(_BLOCK_TEXT)),
     tools=_list(_ANTHROPIC_TOOL),
     tool_choice=_object(("type",), type=TEXT, disable_parallel_tool_use=FLAG),
-    stop_sequences=STOP_SEQUENCES,
     thinking=ANY_OBJECT,
     metadata=ANY_OBJECT,
-    **SAMPLING,
 )
 COUNT_TOKENS: Json = {**MESSAGES, "required": ["model", "messages"]}
 
@@ -288,11 +269,6 @@ def _operations() -> dict[str, Json]:
             "get": _operation("Page of a session", SESSION_KEY, types=(HTML,), errors=(401, 404, 413))
         },
     }
-
-
-def _properties(model: type[pydantic.BaseModel]) -> Json:
-    properties: Json = model.model_json_schema()["properties"]
-    return properties
 
 
 def _path_parameters(path: str) -> list[Json]:
