@@ -144,7 +144,7 @@ class Generation:
         self.task.add_done_callback(lambda _: self._settle())
         self._clients = list[Client]()
         self.on_closed: Callable[[], None] | None = None
-        """Called when the turn is open no more."""
+        """Called once, when the turn is open no more."""
         self.is_delivered = False
         """Whether a client has received the whole reply, as far as it is known. False in case of doubt."""
         self.reply_id = reply_id
@@ -265,7 +265,8 @@ class Generation:
             self._slots.release()
             self._num_slots -= 1
         if not self.is_open and self.on_closed is not None:
-            self.on_closed()
+            on_closed, self.on_closed = self.on_closed, None
+            on_closed()
 
     def set_delivered(self) -> None:
         """A client was there until the end of the reply."""
