@@ -538,7 +538,7 @@ for _ in range(250):
         ({"tools": [{"name": "add"}]}, "tools.0: 'input_schema' must be"),
         ({"tools": [{"name": "add", "input_schema": DEEP}]}, "'input_schema' has too many levels"),
         ({"stream": "yes"}, "'stream' must be"),
-        ({"stop_sequences": [""]}, "'stop_sequences' must be"),
+        ({"stop_sequences": [""]}, "'stop_sequences' must have at least 1 character"),
         ({"output_config": {"format": {"type": "text"}}}, "'output_config.format' must"),
         ({"output_config": {"format": LARGE_FORMAT}}, "'schema' has regular expressions that are too large"),
     ],

@@ -541,7 +541,8 @@ def test_an_expired_session_ends_when_its_end_can_be_written(served: Served, cap
     with full_disk(served):
         for _ in range(3):
             asyncio.run(served.store.end_expired())
-        assert asyncio.run(served.post(key)).status_code == 503
+        assert asyncio.run(served.post(key)).status_code == 403
+    assert served.store.info("a").ended_at is None
     assert caplog.text.count("cannot be ended") == 1, "once, not every some seconds"
     asyncio.run(served.store.end_expired())
     assert asyncio.run(served.post(key)).status_code == 403

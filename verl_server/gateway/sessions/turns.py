@@ -147,6 +147,8 @@ class Generation:
         """Called once, when the turn is open no more."""
         self.is_delivered = False
         """Whether a client has received the whole reply, as far as it is known. False in case of doubt."""
+        self.is_sent_again = False
+        """Whether the turn has failed and its request was sent again."""
         self.reply_id = reply_id
         self.num_retries = 0
         """`Client.num_retries` of the client that joined last."""
@@ -392,11 +394,10 @@ class Turns:
             if not self._refused[key]:
                 del self._refused[key]
             return True
-        turns = self._open.get(fingerprint, [])
-        failed = next((turn for turn in turns if turn.has_failed and turn.num_retries < num_retries), None)
-        if failed is not None:
-            turns.remove(failed)
-        return failed is not None
+        failed = [turn for turn in self._open.get(fingerprint, []) if turn.has_failed and not turn.is_sent_again]
+        if (turn := next((turn for turn in failed if turn.num_retries < num_retries), None)) is not None:
+            turn.is_sent_again = True
+        return turn is not None
 
     def _add_refused(self, client: Client, num_retries: int) -> None:
         if client.has_id:
@@ -416,15 +417,14 @@ class Turns:
 
     def _close(self, client: Client, turn: Generation) -> None:
         """Keep of a turn that is open no more what the next equal request needs: the record has the turn."""
-        turns = self._open.get(client.fingerprint, [])
-        if turn in turns:  # otherwise, the turn has failed, and its request was sent again
-            turns.remove(turn)
-            if turn.node_id is None:
-                self._add_refused(client, turn.num_retries)
-            else:
-                self._add_recorded(client.fingerprint, turn.node_id, is_delivered=turn.is_delivered)
+        turns = self._open[client.fingerprint]
+        turns.remove(turn)
         if not turns:
-            self._open.pop(client.fingerprint, None)
+            del self._open[client.fingerprint]
+        if turn.node_id is not None:
+            self._add_recorded(client.fingerprint, turn.node_id, is_delivered=turn.is_delivered)
+        elif not turn.is_sent_again:
+            self._add_refused(client, turn.num_retries)
 
     def _add_recorded(self, fingerprint: bytes, node: int, *, is_delivered: bool) -> None:
         self._last[fingerprint] = max(node, self._last.get(fingerprint, node))
