@@ -2,7 +2,7 @@
 
 `from verl_server.gateway import Gateway`. The way of a request:
 
-1. `http/app.py` reads the request, `http/access.py` finds the session by its key.
+1. `http/app.py` reads the request, `Access` in `http/routes.py` finds the session by its key.
 2. A file in `dialects/` converts the body to a `TurnRequest` (`conversation.py`).
 3. `sessions/session.py` finds the recorded path that the conversation continues (`history.py`), appends the tokens of
    the new messages, and lets the policy generate (`turns.py`).
@@ -10,7 +10,7 @@
 
 `engines.py` has what generates, `health.py` what operators read.
 
-`sessions/session_store.py` creates and ends sessions, `http/admin.py` has the API for that. At the end of a session,
+`sessions/session_store.py` creates and ends sessions, `http/routes.py` has the API for that. At the end of a session,
 `sessions/history.py` labels its conversations: the main conversation, its sub-agents, and side calls.
 `programs.py` runs agent programs as samples of a `RolloutRunner`, each with a gateway of its own.
 """

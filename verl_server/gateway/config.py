@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_server.agent.limits import RolloutLimits
-from verl_server.errors import BadInputError
-from verl_server.ranks.placement import is_loopback
 from verl_server.server.process import open_file_limit
-from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.types import Json
-from verl_server.validation import require_bool, require_key, require_list, require_seconds
 
 MIN_ADMIN_KEY_CHARS = 8
 """Minimum number of characters of the key of the admin API, as of the key of a server."""
@@ -65,36 +60,3 @@ class GatewayConfig:
     """Seconds after which a session ends by itself."""
     chat_template_kwargs: Json = field(default_factory=dict)
     """Variables of the chat template, which agents and sessions may replace."""
-
-
-def require_gateway_arguments(
-    run_dir: object,
-    host: object,
-    is_open: object,
-    model_names: object,
-    renderer: object,
-    admin_key: object,
-    session_expiry_s: object,
-) -> None:
-    """Raise BadInputError for arguments that a gateway cannot use."""
-    require_bool("is_open", is_open)
-    if not isinstance(run_dir, (str, Path)) or not str(run_dir):
-        raise BadInputError(f"run_dir must be the path of a folder, got {run_dir!r:.80}")
-    if not isinstance(host, str) or not host or "/" in host:
-        raise BadInputError(f"host must be a name or an address without a scheme, like 127.0.0.1; got {host!r:.80}")
-    require_list("model_names", model_names, "for one name, write (name,)")
-    names = tuple(model_names) if isinstance(model_names, Sequence) else ()
-    if not names or not all(isinstance(name, str) for name in names):
-        raise BadInputError(f"model_names must have at least one name, and names are strings; got {model_names!r:.80}")
-    if renderer is not None and not isinstance(renderer, ChatRenderer):
-        got = type(renderer).__name__
-        raise BadInputError(f"renderer must be a ChatRenderer, got {got}; pass get_renderer(tokenizer)")
-    if admin_key is not None:
-        require_key("admin_key", admin_key, MIN_ADMIN_KEY_CHARS)
-    if session_expiry_s is not None:
-        require_seconds("session_expiry_s", session_expiry_s)
-    if is_open and not is_loopback(host):
-        raise BadInputError(
-            f"requests without a key (is_open, --open) are served on this machine only, but other machines reach "
-            f"the host {host!r}; leave out the host, or create sessions with keys"
-        )

@@ -101,11 +101,6 @@ class AssistantTurn:
     Together they are the text of the turn with thoughts, calls and special tokens. The end marker has no bytes.
     """
 
-    @property
-    def token_texts(self) -> list[str]:
-        """Text of each token. Bytes that are no whole character are U+FFFD."""
-        return [token.decode(errors="replace") for token in self.tokens]
-
 
 @dataclass(frozen=True)
 class TurnDelta:
@@ -118,16 +113,6 @@ class TurnDelta:
     """Log probability of each token in nats."""
     tokens: Sequence[bytes]
     """Bytes of each token, which may be a part of a character. Empty if the agent wants no log probabilities."""
-
-    @property
-    def token_texts(self) -> list[str]:
-        """Text of each token. Bytes that are no whole character are U+FFFD."""
-        return [token.decode(errors="replace") for token in self.tokens]
-
-
-def whole_delta(turn: AssistantTurn) -> TurnDelta:
-    """The only delta of a turn that is sent at once."""
-    return TurnDelta(turn.reasoning, turn.text, turn.token_ids, turn.logprobs, turn.tokens)
 
 
 def require_size(request: TurnRequest, config: GatewayConfig) -> None:

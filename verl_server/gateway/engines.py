@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from verl_server.adapter.sglang.replies import max_request_tokens, max_running_requests
 from verl_server.agent.engines import (
@@ -87,6 +87,8 @@ class EngineSource(Protocol):
     async def report(self) -> EngineReport:
         """Ask the engine how it is. Takes a few seconds at most and raises nothing."""
 
+
+EngineOrSource: TypeAlias = "Engine | EngineSource"
 
 # -- Known engine -----------------------------------------------------------------------------------
 # `KnownEngine`: an engine of this library, as `RolloutRunner` takes it. It runs when the gateway is made.
@@ -184,7 +186,7 @@ def report_replicas(rows: list[Json]) -> tuple[list[str], Json]:
 
 
 def make_source(
-    engine: Engine | EngineSource, renderer: ChatRenderer | None, limits: RolloutLimits | None
+    engine: EngineOrSource, renderer: ChatRenderer | None, limits: RolloutLimits | None
 ) -> tuple[EngineSource, RolloutLimits]:
     """Where the engine comes from, and the limits, which are complete if the engine runs already."""
     limits = RolloutLimits(max_turns=1_000_000) if limits is None else checked_value("limits", limits, RolloutLimits)

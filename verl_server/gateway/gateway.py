@@ -11,30 +11,33 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import uvicorn
 import uvloop
+from pydantic import Field
 
-from verl_server.agent.engines import Engine
 from verl_server.agent.episode import EpisodeState
 from verl_server.agent.limits import RolloutLimits
 from verl_server.errors import BadInputError, DeadlineError, ShutDownError, StartupError
-from verl_server.gateway.config import GatewayConfig, require_gateway_arguments
-from verl_server.gateway.engines import EngineSource, make_source
+from verl_server.gateway.config import MIN_ADMIN_KEY_CHARS, GatewayConfig
+from verl_server.gateway.engines import EngineOrSource, make_source
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.health import GatewayHealth, GatewayMetrics
-from verl_server.gateway.http.app import make_app, make_server
+from verl_server.gateway.http.app import make_app
+from verl_server.gateway.http.connections import server_settings
 from verl_server.gateway.records import REFRESH_S, FolderLock, ObservedRecorder
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionInfo, SessionStore, as_json, require_token_limit
 from verl_server.gateway.sessions.turns import Slots
-from verl_server.gateway.threads import await_in_loop, call_in_loop, call_in_thread
+from verl_server.gateway.threads import await_in_loop, call_in_thread
+from verl_server.ranks.placement import is_loopback
 from verl_server.server.launch import bind, join_host_port, listen
 from verl_server.server.process import raise_open_file_limit, start_thread
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.view.model import decoder_of
 from verl_server.types import Json
+from verl_server.validation import check_arguments, require_key
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +57,20 @@ class Gateway:
     Use it as a context manager, or call `shutdown`. Methods can be called from any thread.
     """
 
+    @check_arguments(skip=("engine", "limits", "chat_template_kwargs"))
     def __init__(
         self,
-        engine: Engine | EngineSource,
+        engine: EngineOrSource,
         run_dir: Path | str,
         *,
         renderer: ChatRenderer | None = None,
         limits: RolloutLimits | None = None,
-        host: str = "127.0.0.1",
+        host: Annotated[str, Field(pattern="^[^/]+$")] = "127.0.0.1",
         port: int = 0,
         admin_key: str | None = None,
         is_open: bool = False,
-        model_names: tuple[str, ...] = ("policy",),
-        session_expiry_s: float | None = None,
+        model_names: Annotated[Sequence[str], Field(min_length=1)] = ("policy",),
+        session_expiry_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """`engine`: as in `RolloutRunner`, or `DiscoveredServers`. `port` 0: a free port. `admin_key` None: a random
@@ -74,7 +78,13 @@ class Gateway:
         agents and sessions may replace. Raises BadInputError for wrong arguments, StartupError, and the errors of a
         request to the engine.
         """
-        require_gateway_arguments(run_dir, host, is_open, model_names, renderer, admin_key, session_expiry_s)
+        if admin_key is not None:
+            require_key("admin_key", admin_key, MIN_ADMIN_KEY_CHARS)
+        if is_open and not is_loopback(host):
+            raise BadInputError(
+                f"requests without a key (is_open, --open) are served on this machine only, but other machines reach "
+                f"the host {host!r}; leave out the host, or create sessions with keys"
+            )
         self._engine, limits = make_source(engine, renderer, limits)
         self.admin_key = admin_key or f"sk-admin-{secrets.token_urlsafe(32)}"
         folder = Path(run_dir).expanduser()
@@ -163,7 +173,7 @@ class Gateway:
             return decoder_of(self._engine.parts().renderer.tokenizer)(token_ids)
 
         app = make_app(self._store, config, decode, metrics=self._metrics, health=health)
-        return make_server(app, config, GRACE_S)
+        return uvicorn.Server(server_settings(app, config, GRACE_S))
 
     @property
     def url(self) -> str:
@@ -309,10 +319,13 @@ class Gateway:
     def _call(self, function: Callable[[], Result]) -> Result:
         """Call a function in the event loop of the server, which owns the sessions.
 
-        Raises ShutDownError after `shutdown`, and DeadlineError if the event loop does not answer. A call that has not
-        begun is then taken back.
+        Raises ShutDownError after `shutdown`, and the errors of `await_in_loop`.
         """
-        return call_in_loop(self._running_loop(), function, STOP_TIMEOUT_S)
+
+        async def call() -> Result:
+            return function()
+
+        return await_in_loop(self._running_loop(), call, STOP_TIMEOUT_S)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._is_shut_down or self._loop is None or not self._thread.is_alive():

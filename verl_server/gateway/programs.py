@@ -23,7 +23,7 @@ from verl_server.errors import BadInputError, InfrastructureError, ProgramError
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.http.app import make_app
-from verl_server.gateway.http.connections import protocol_of
+from verl_server.gateway.http.connections import server_settings
 from verl_server.gateway.sessions.history import label_conversations, trained_ends
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionStore, record_kinds
@@ -116,18 +116,7 @@ async def serve_episode(episode: Episode, listener: socket.socket) -> AsyncItera
         store.create(SESSION_ID, key=key)
         config = GatewayConfig(Path(folder), None, episode.limits)
         app = make_app(store, config, decoder_of(episode._renderer.tokenizer))
-        server = _Server(
-            uvicorn.Config(
-                app,
-                http=protocol_of(config),
-                ws="none",
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=config.idle_timeout_s,
-                timeout_graceful_shutdown=GRACE_S,
-            )
-        )
+        server = _Server(server_settings(app, config, GRACE_S))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield SampleGateway(episode, session, key, listener.getsockname()[1], serving)

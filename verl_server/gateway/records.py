@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -14,14 +13,13 @@ import socket
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar, Unpack
+from typing import BinaryIO, TypeVar, Unpack
 
 from verl_server.errors import ServerBusyError
 from verl_server.gateway.errors import OPEN_FILE_ERRORS, ErrorKind, GatewayError
-from verl_server.gateway.threads import call_in_thread, run_aside
+from verl_server.gateway.threads import call_in_thread
 from verl_server.ranks.placement import boot_id
 from verl_server.server.process import open_file_limit
 from verl_server.trajectory.nodes import Node, NodeFields
@@ -172,6 +170,8 @@ class FolderLock:
 
 
 # -- Record files -----------------------------------------------------------------------------------
+# A record is opened by its first request, appended to by its turns, and closed with its session. There may be more
+# sessions than open files: the records that were used longest ago are closed meanwhile.
 
 Result = TypeVar("Result")
 
@@ -187,32 +187,15 @@ MAX_ATTEMPTS = 4
 TOO_MANY_FILES = "the gateway has too many open files; close connections, or start it with a higher limit (ulimit -Hn)"
 
 
-class PausableFile(Protocol):
-    """A file that is opened again when it is needed."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the file is open."""
-
-    def open_again(self) -> None:
-        """Open the file after `pause`. Raises OSError."""
-
-    def pause(self) -> None:
-        """Close the file, unless it is needed now."""
-
-
 class RecordFiles:
     """The records that have an open file: those that were used last. Use it in one event loop."""
 
     def __init__(self) -> None:
         self._max_open = max(open_file_limit() // RECORD_SHARE, 1)
-        self._open = dict[PausableFile, None]()
+        self._open = dict[ObservedRecorder, None]()
         """The records with an open file. The record that was used longest ago comes first."""
-        self._reserve = list[int]()
-        """Descriptors that are closed when a file is needed and no other is free."""
-        self._give_back_reserve = weakref.finalize(self, _close_all, self._reserve)
-        self._closing = set[int]()
-        """Descriptors of records that are used no more and are not closed."""
+        self._reserve = list[BinaryIO]()
+        """Files that are closed when a file is needed and no record can be closed."""
         self.refill()
 
     @property
@@ -220,24 +203,22 @@ class RecordFiles:
         """Whether the process has free files. Files of records are closed if it has none."""
         return self.refill() or (self._pause(NUM_PAUSED) and self.refill())
 
-    def require_free(self, purpose: str) -> None:
-        """Raise GatewayError if the process has no free files. `purpose`: the beginning of its message."""
-        if not self.has_free:
-            raise GatewayError(ErrorKind.OVERLOADED, f"{purpose}: {TOO_MANY_FILES}")
-
     def refill(self) -> bool:
         """Fill the reserve. Returns whether a file is free besides the reserve."""
-        if not self._give_back_reserve.alive:  # after `close`
-            return False
         try:
             while len(self._reserve) <= NUM_RESERVED:
-                self._reserve.append(_open_null())
+                self._reserve.append(open(os.devnull, "rb"))  # noqa: SIM115 - it is kept open
         except OSError:
             return False
-        os.close(self._reserve.pop())
+        self._reserve.pop().close()
         return True
 
-    def use(self, record: PausableFile) -> None:
+    def close(self) -> None:
+        """Give the reserve back, after all records."""
+        while self._reserve:
+            self._reserve.pop().close()
+
+    def use(self, record: ObservedRecorder) -> None:
         """Open the file of a record unless it is open. Raises OSError."""
         self._open.pop(record, None)
         if not record.is_open:
@@ -246,68 +227,48 @@ class RecordFiles:
         if len(self._open) > self._max_open:
             self._pause(len(self._open) - self._max_open, keep=record)
 
-    def forget(self, record: PausableFile) -> None:
+    def forget(self, record: ObservedRecorder) -> None:
         """Forget a record whose file was closed for good."""
         self._open.pop(record, None)
 
-    @property
-    def num_closing(self) -> int:
-        """Number of records that are used no more and are not closed."""
-        return len(self._closing)
-
-    def close_later(self, descriptor: int) -> None:
-        """Close the file of a record in `close_waiting`: a network file system may write all its data then."""
-        self._closing.add(descriptor)
-
-    async def close_waiting(self) -> None:
-        """Close the files of `close_later`, in worker threads."""
-        await asyncio.gather(*(self._close(descriptor) for descriptor in self._closing))
-
-    async def _close(self, descriptor: int) -> None:
-        try:
-            await run_aside(False, _close_locked, descriptor)
-        finally:
-            self._closing.discard(descriptor)
-
-    def close(self) -> None:
-        """Close the reserve, after all records."""
-        self._give_back_reserve()
-
-    def opening(self, open_file: Callable[[], Result], *, may_use_reserve: bool = False) -> Result:
+    def opening(self, open_file: Callable[[], Result]) -> Result:
         """Call a function that opens a file. Without a free file, it is called again after another file was closed.
 
-        `may_use_reserve`: for the end of a session. Raises the exceptions of the function.
+        Raises the exceptions of the function.
         """
         for _ in range(MAX_ATTEMPTS):
             try:
                 return open_file()
             except OSError as error:
-                if not self._make_room(error, may_use_reserve=may_use_reserve):
+                if not self._make_room(error):
                     raise
         return open_file()
 
-    async def opening_aside(self, open_file: Callable[[], Result], *, may_use_reserve: bool = False) -> Result:
+    async def opening_aside(self, open_file: Callable[[], Result]) -> Result:
         """`opening`, whose function is called in a worker thread."""
         for _ in range(MAX_ATTEMPTS):
             try:
                 return await call_in_thread(open_file)
             except OSError as error:
-                if not self._make_room(error, may_use_reserve=may_use_reserve):
+                if not self._make_room(error):
                     raise
         return await call_in_thread(open_file)
 
-    def _make_room(self, error: OSError, *, may_use_reserve: bool) -> bool:
-        """Close files after an error of a function that has opened a file. Returns whether this can help."""
+    def _make_room(self, error: OSError) -> bool:
+        """Close files after an error of a function that has opened a file. Returns whether this can help.
+
+        A record that takes a file of the reserve gives it back when the next file is needed.
+        """
         if error.errno not in OPEN_FILE_ERRORS:
             return False
         if self._pause(NUM_PAUSED):
             return True
-        if may_use_reserve and self._reserve:
-            os.close(self._reserve.pop())
+        if self._reserve:
+            self._reserve.pop().close()
             return True
         return False
 
-    def _pause(self, count: int, keep: PausableFile | None = None) -> bool:
+    def _pause(self, count: int, keep: ObservedRecorder | None = None) -> bool:
         """Close the files of the records that were used longest ago. Returns whether a file was closed.
 
         `keep`: the record that is used now.
@@ -323,26 +284,13 @@ class RecordFiles:
         return len(self._open) < num_open
 
 
-def _close_locked(descriptor: int) -> None:
+def close_on_disk(descriptor: int) -> None:
     """Close the file of a record, whose data reaches the disk before: closing holds up other threads."""
     for step in (os.fdatasync, close_locked):
         try:
             step(descriptor)
         except OSError:  # of a disk, or of a network file system, which may write data only when the file is closed
             logger.exception("the end of a record did not reach the disk")
-
-
-def _open_null() -> int:
-    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
-
-
-# -- Observed recorder ------------------------------------------------------------------------------
-# `ObservedRecorder`: a `Recorder` that tells about the nodes that it adds, and whose file may be closed meanwhile.
 
 
 class ObservedRecorder(Recorder):
@@ -358,14 +306,14 @@ class ObservedRecorder(Recorder):
     _is_ready = False
     """Whether the record was read: `RecordFiles` knows it then."""
 
-    def __init__(self, run_dir: Path, session_id: str, files: RecordFiles, *, may_use_reserve: bool = False) -> None:
-        """`may_use_reserve`: for the end of a session. Raises the errors of `Recorder`."""
+    def __init__(self, run_dir: Path, session_id: str, files: RecordFiles) -> None:
+        """Raises the errors of `Recorder`."""
         self._path, self._files = session_file(run_dir, session_id), files
         self._is_paused = self._is_ending = False
         self._closing = threading.Lock()
         """Held while the file is flushed or closed."""
         read = super().__init__
-        files.opening(lambda: read(run_dir, session_id, sync=False), may_use_reserve=may_use_reserve)
+        files.opening(lambda: read(run_dir, session_id, sync=False))
         self._is_ready = True
         files.use(self)
 
@@ -390,13 +338,11 @@ class ObservedRecorder(Recorder):
 
         A node behind the end of the session would belong to no trained path.
         """
-        if self._is_paused:
-            try:
-                self._files.opening(self.open_again, may_use_reserve=True)
-            except OSError as failure:
-                self.failure = failure  # the next end reads the file again
-                raise
-        self._files.use(self)
+        try:
+            self._files.use(self)
+        except OSError as failure:
+            self.failure = failure  # the next end reads the file again
+            raise
         self._is_ending = True
         try:
             yield
@@ -443,10 +389,9 @@ class ObservedRecorder(Recorder):
             self._is_paused = False
             super().close()
 
-    def close_later(self) -> None:
-        """Close the file in `RecordFiles.close_waiting`."""
+    def detach(self) -> int | None:
+        """Write no more. Returns the descriptor of the file, which the caller closes. None if the file is closed."""
         self._files.forget(self)
         with self._closing:
-            if self._fd >= 0:
-                self._files.close_later(self._fd)
-            self._fd, self._is_paused = -1, False
+            fd, self._fd, self._is_paused = self._fd, -1, False
+        return fd if fd >= 0 else None

@@ -7,7 +7,7 @@ import atexit
 import functools
 import os
 import weakref
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, ParamSpec, TypeVar
 
@@ -58,6 +58,24 @@ async def call_in_thread(function: Callable[Params, Result], *args: Params.args,
     return await asyncio.wrap_future(call)
 
 
+class OneAtATime:
+    """Calls one function at a time in a daemon thread: replies that take seconds do not slow down all turns."""
+
+    def __init__(self) -> None:
+        self._running = asyncio.Semaphore(1)
+
+    async def call(
+        self,
+        has_left: Callable[[], Awaitable[bool]],
+        function: Callable[Params, Result],
+        *args: Params.args,
+        **kwargs: Params.kwargs,
+    ) -> Result | None:
+        """The result of the function for a client. None if the client has left (`has_left`) before the call began."""
+        async with self._running:
+            return None if await has_left() else await call_in_thread(function, *args, **kwargs)
+
+
 @atexit.register
 def _wait_for_work() -> None:
     """Wait for functions that still run: Python aborts the process if a daemon thread runs native code at its end."""
@@ -81,25 +99,16 @@ def is_short_prompt(messages: Sequence[Mapping[str, Any]], num_bytes: int | None
 
 
 # -- Loop calls -------------------------------------------------------------------------------------
-# Calls a function in the event loop of the gateway from another thread.
-
-
-def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], Result], timeout_s: float) -> Result:
-    """The result of the function. Raises its exception, and DeadlineError if the event loop does not answer.
-
-    A call that has not begun at the end of the timeout is taken back.
-    """
-
-    async def call() -> Result:
-        return function()
-
-    return await_in_loop(loop, call, timeout_s)
 
 
 def await_in_loop(
     loop: asyncio.AbstractEventLoop, function: Callable[[], Coroutine[Any, Any, Result]], timeout_s: float
 ) -> Result:
-    """`call_in_loop` for a coroutine function."""
+    """The result of a coroutine function, which is called in the event loop `loop` from another thread.
+
+    Raises its exception, and DeadlineError if the event loop does not answer. A call that has not begun at the end of
+    the timeout is taken back.
+    """
     result: Future[Result] = Future()
 
     async def run() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.http.app import PART_BYTES, TurnReply, run_until
-from verl_server.gateway.http.connections import EXTENSION, MAX_WAITING_REQUESTS
+from verl_server.gateway.http.connections import CONNECTION, MAX_WAITING_REQUESTS
 from verl_server.gateway.sessions.turns import Generation
 from verl_server.gateway.turn_text.splitting import TurnProgress
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
@@ -125,7 +126,7 @@ def test_a_slow_or_idle_client_does_not_keep_its_connection(
     assert reply in received
     assert bool(received) == bool(reply)
     slots = gateway._call(lambda: gateway._store.session("a").slots)
-    wait_until(lambda: (slots.num_arriving, slots.num_taken) == (0, 0))
+    wait_until(lambda: (slots.arrivals.num_taken, slots.num_taken) == (0, 0))
 
 
 def test_deadlines_of_requests_do_not_end_their_turns(open_gateway: Open, generate: HeldGenerateFn) -> None:
@@ -206,9 +207,9 @@ def test_a_client_that_leaves_while_its_prompt_is_rendered_gets_its_turn_when_it
         wait_until(lambda: not gateway._server.server_state.connections)
         url, headers, content = f"{gateway.url}{CHAT}", {"x-api-key": key}, body_of("a", stream=stream)
         again = pool.submit(httpx.post, url, headers=headers, content=content, timeout=60.0)
-        wait_until(lambda: slots.num_arriving == 2)
+        wait_until(lambda: slots.arrivals.num_taken == 2)
         slow.go.set()
-        wait_until(lambda: slots.num_arriving == 0)
+        wait_until(lambda: slots.arrivals.num_taken == 0)
         generate.go.set()
         assert again.result().status_code == 200
         assert generate.num_calls == 1
@@ -228,7 +229,7 @@ def test_the_deadline_of_a_waiting_request_does_not_end_the_turn_before_it(
         received = b"".join(iter(lambda: client.recv(1 << 16), b""))
     assert received.startswith(b"HTTP/1.1 200 OK")
     slots = gateway._call(lambda: gateway._store.session("a").slots)
-    wait_until(lambda: (slots.num_arriving, slots.num_taken) == (0, 0))
+    wait_until(lambda: (slots.arrivals.num_taken, slots.num_taken) == (0, 0))
 
 
 def test_a_waiting_request_that_has_arrived_whole_has_no_deadline(open_gateway: Open, generate: HeldGenerateFn) -> None:
@@ -319,10 +320,10 @@ def test_a_client_that_leaves_in_the_middle_of_a_long_reply_has_no_turn(renderer
 def test_a_reply_to_a_connection_that_closes_is_not_delivered(num_bytes: int, renderer: ChatRenderer) -> None:
     """The parts of a reply to such a connection wait for nothing, and the application is told later that it closed."""
 
-    async def send_reply(is_closing: bool, is_closed: bool) -> bool:
+    async def send_reply(is_closing: bool) -> bool:
         turn = AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
         generation = Generation(asyncio.sleep(0, turn), 1, TurnProgress(renderer, (), TurnRequest("", ()), {}))
-        client, closed, sent = contextlib.ExitStack(), asyncio.get_running_loop().create_future(), list[Message]()
+        client, sent = contextlib.ExitStack(), list[Message]()
         client.enter_context(generation.join())
         reply = TurnReply(b"a" * num_bytes, generation, client)
 
@@ -332,16 +333,13 @@ def test_a_reply_to_a_connection_that_closes_is_not_delivered(num_bytes: int, re
         async def receive() -> Message:
             raise AssertionError("the body has been read")
 
-        extensions = {EXTENSION: {"is_closing": lambda: is_closing, "closed": closed}}
-        if is_closed:
-            closed.set_result(None)
-        await reply({"type": "http", "extensions": extensions}, receive, send)
+        connection = SimpleNamespace(is_closing=is_closing)
+        await reply({"type": "http", "state": {CONNECTION: connection}}, receive, send)
         assert sum(len(message.get("body", b"")) for message in sent) == num_bytes
         return generation.is_delivered
 
-    assert asyncio.run(send_reply(False, False))
-    assert not asyncio.run(send_reply(True, False))
-    assert not asyncio.run(send_reply(False, True))
+    assert asyncio.run(send_reply(False))
+    assert not asyncio.run(send_reply(True))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -371,18 +369,19 @@ def test_a_task_is_cancelled_once_when_its_client_leaves() -> None:
     async def run() -> list[str]:
         found, loop = list[str](), asyncio.get_running_loop()
 
-        async def work(seconds: float) -> None:
+        async def work(seconds: float) -> int:
             try:
                 await asyncio.sleep(seconds)
                 found.append("done")
+                return 1  # noqa: TRY300
             except asyncio.CancelledError:
                 found.append("cancelled")
                 raise
 
         end: asyncio.Future[None] = loop.create_future()
-        await run_until(end, work(0))
+        assert await run_until(end, work(0)) == 1
         loop.call_later(0.01, end.set_result, None)
-        await run_until(end, work(60))
+        assert await run_until(end, work(60)) is None
         await asyncio.sleep(0)  # the task itself is not cancelled
         outer = asyncio.create_task(run_until(loop.create_future(), work(60)))
         await asyncio.sleep(0.01)

@@ -24,6 +24,7 @@ from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import normalize_messages
 from verl_server.gateway.health import GatewayMetrics
 from verl_server.gateway.http.app import make_app
+from verl_server.gateway.http.connections import CONNECTION
 from verl_server.gateway.sessions.history import meaning
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionStore
@@ -69,6 +70,21 @@ class Engine:
         return {"output_ids": token_ids, "meta_info": {**meta, "output_token_logprobs": logprobs}}
 
 
+class OpenConnection:
+    """What a request knows of its connection. A test closes it."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_closing(self) -> bool:
+        return self.closed.done()
+
+    def close(self) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
 class Served:
     """A gateway's application on an engine, without a socket."""
 
@@ -85,8 +101,14 @@ class Served:
         )
         self.app: FastAPI = make_app(self.store, GatewayConfig(run_dir, "sk-admin", LIMITS), str)
         self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://gateway", timeout=60
+            transport=httpx.ASGITransport(self._serve, raise_app_exceptions=False),
+            base_url="http://gateway",
+            timeout=60,
         )
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """Call the application for a request of a connection that stays open."""
+        await self.app({**scope, "state": {CONNECTION: OpenConnection()}}, receive, send)
 
     def key(self, session_id: str) -> dict[str, str]:
         """The headers of a new session."""
@@ -526,7 +548,7 @@ def test_metrics_count_cached_tokens_and_failed_generations() -> None:
 
 
 def test_the_live_page_lists_the_latest_sessions(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.gateway.http.ui.MAX_LISTED_SESSIONS", 2)
+    monkeypatch.setattr("verl_server.gateway.http.routes.MAX_SHOWN_SESSIONS", 2)
     for session_id in ("b", "c", "a"):
         served.key(session_id)
     reply = asyncio.run(served.client.get("/ui/sessions", headers={"authorization": "Bearer sk-admin"}))

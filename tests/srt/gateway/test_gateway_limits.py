@@ -30,12 +30,20 @@ from verl_server.errors import ServerDiedError
 from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
+from verl_server.gateway.dialects.content import ImageCheck, num_pixels
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.image_check import ImageCheck, num_pixels
-from verl_server.gateway.sessions.turns import Client, Generation, RecordedTurns, Slots, Turns
+from verl_server.gateway.sessions.turns import Client, Generation, Slots, Turns
 from verl_server.gateway.turn_text.splitting import TurnProgress
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer, make_vision_model
-from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, load_session
+from verl_server.trajectory import (
+    ChatRenderer,
+    ForkReason,
+    Node,
+    Span,
+    TrajectoryGraph,
+    get_renderer,
+    load_session,
+)
 
 LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
 CHAT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
@@ -97,10 +105,11 @@ def test_the_stop_sequences_of_a_request_have_limits(gateway: Gateway, path: str
     name = "stop_sequences" if path == MESSAGES else "stop"
     longest = [str(number).rjust(1000, "#") for number in range(64)]
     assert ask(gateway, key, "a", path, prompt="a", **{name: longest}).status_code == 200
-    for stop in ([*longest, "one more"], ["#" * 1001]):
+    for stop, limit in (([*longest, "one more"], "64 items"), (["#" * 1001], "1000 characters")):
         reply = ask(gateway, key, "a", path, prompt="a", **{name: stop})
         assert reply.status_code == 400
-        assert f"'{name}' is too large: a request may have 64 stop sequences of 1000 characters" in reply.text
+        assert f"'{name}' must" in reply.text
+        assert f"at most {limit}" in reply.text
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, COUNT, "/v1/responses", "/v1/completions"])
@@ -338,12 +347,12 @@ def test_the_number_of_bodies_that_arrive_is_limited(
         assert [ask(gateway, each, "a").status_code for each in (key, other)] == [200, 200]
         slots = gateway._store.session("a").slots
         begun = [begin_request(gateway, key, path, len(body)) for _ in range(2)]
-        wait_until(lambda: slots.num_arriving + slots.num_taken == 2)
+        wait_until(lambda: slots.arrivals.num_taken + slots.num_taken == 2)
         reply = ask(gateway, key, "b", path)
         assert reply.status_code == 429
         assert "the session has 2 open requests already" in reply.text
         begun.append(begin_request(gateway, other, path, len(body)))
-        wait_until(lambda: gateway._slots.num_arriving + gateway._slots.num_taken == 3)
+        wait_until(lambda: gateway._slots.arrivals.num_taken + gateway._slots.num_taken == 3)
         reply = ask(gateway, other, "b", path)
         assert reply.status_code == (503 if path == CHAT else 529)
         assert "the gateway has 3 open requests already" in reply.text
@@ -351,7 +360,7 @@ def test_the_number_of_bodies_that_arrive_is_limited(
             connection.send(body)
             assert connection.getresponse().status == 200
         assert ask(gateway, key, "b", path).status_code == 200
-        assert (slots.num_arriving, slots.num_taken) == (0, 0)
+        assert (slots.arrivals.num_taken, slots.num_taken) == (0, 0)
 
 
 def test_a_request_that_was_refused_before_it_was_read_gets_a_turn_of_its_own(
@@ -444,7 +453,7 @@ def test_the_number_of_retries_tells_which_request_was_refused(renderer: ChatRen
 
 
 async def refuse_equal_requests(renderer: ChatRenderer) -> None:
-    turns = Turns(RecordedTurns(TrajectoryGraph("s")))
+    turns = Turns(TrajectoryGraph("s"))
     refuse(turns, b"a")
     assert turns.find(Client(b"a")) is None, "another sample"
     answered = await delivered_turn(turns, b"a", renderer)
@@ -458,18 +467,23 @@ async def refuse_equal_requests(renderer: ChatRenderer) -> None:
     assert turns.find(Client(b"a", num_retries=2)) is answered
 
 
-async def delivered_turn(turns: Turns, fingerprint: bytes, renderer: ChatRenderer) -> Generation:
+async def delivered_turn(turns: Turns, fingerprint: bytes, renderer: ChatRenderer) -> Node:
     """A turn of `turns` that its client has received."""
 
     async def turn() -> AssistantTurn:
         return AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
 
-    generation = Generation(turn(), 1, TurnProgress(renderer, (), TurnRequest("", ()), {}))
-    turns.add(fingerprint, generation)
+    node = turns._graph.add_node(
+        None, [1], sampled=True, fork_reason=ForkReason.SAMPLE, logprobs=[-1.0], spans=[Span(1, 0, 1)]
+    )
+    progress = TurnProgress(renderer, (), TurnRequest("", ()), {})
+    progress.node_id = node.id
+    generation = Generation(turn(), 1, progress)
+    turns.add(Client(fingerprint), generation)
     with generation.join():
         await generation.wait()
         generation.set_delivered()
-    return generation
+    return node
 
 
 def refuse(turns: Turns, fingerprint: bytes) -> None:
@@ -481,12 +495,12 @@ def refuse(turns: Turns, fingerprint: bytes) -> None:
 def test_refusals_that_were_used_up_displace_no_other_refusal(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_FINISHED_TURNS", 2)
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_REFUSED", 2)
     asyncio.run(refuse_many(renderer))
 
 
 async def refuse_many(renderer: ChatRenderer) -> None:
-    turns = Turns(RecordedTurns(TrajectoryGraph("s")))
+    turns = Turns(TrajectoryGraph("s"))
     answered = await delivered_turn(turns, b"a", renderer)
     refuse(turns, b"a")
     for number in range(4):
@@ -498,12 +512,12 @@ async def refuse_many(renderer: ChatRenderer) -> None:
 
 
 def test_of_too_many_refusals_the_oldest_is_forgotten(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_FINISHED_TURNS", 2)
+    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_REFUSED", 2)
     asyncio.run(refuse_three(renderer))
 
 
 async def refuse_three(renderer: ChatRenderer) -> None:
-    turns = Turns(RecordedTurns(TrajectoryGraph("s")))
+    turns = Turns(TrajectoryGraph("s"))
     first, last = await delivered_turn(turns, b"a", renderer), await delivered_turn(turns, b"c", renderer)
     for fingerprint in (b"a", b"b", b"c"):
         refuse(turns, fingerprint)
@@ -517,7 +531,7 @@ def test_a_turn_that_began_before_a_failure_does_not_clear_it(renderer: ChatRend
 
 
 async def fail_during_a_turn(renderer: ChatRenderer) -> None:
-    go, turns, error = asyncio.Event(), Turns(RecordedTurns(TrajectoryGraph("s"))), ServerDiedError("it has died")
+    go, turns, error = asyncio.Event(), Turns(TrajectoryGraph("s")), ServerDiedError("it has died")
     progress = TurnProgress(renderer, (), TurnRequest("", ()), {})
 
     async def turn() -> AssistantTurn:
@@ -529,7 +543,7 @@ async def fail_during_a_turn(renderer: ChatRenderer) -> None:
 
     generations = [Generation(turn(), 1, progress), Generation(fail(), 1, progress)]
     for generation in generations:
-        turns.add(b"a", generation)
+        turns.add(Client(b"a"), generation)
     with pytest.raises(ServerDiedError):
         await generations[1].task
     go.set()
@@ -602,31 +616,26 @@ async def use_slots(renderer: ChatRenderer) -> None:
     assert slots.num_taken == 0
 
 
-def test_which_turns_a_request_without_a_slot_can_get(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request that joins a running turn without a client needs no slot. A running turn is never forgotten."""
-    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_FINISHED_TURNS", 2)
+def test_which_turns_a_request_without_a_slot_can_get(renderer: ChatRenderer) -> None:
+    """The request that joins a running turn without a client needs no slot."""
     asyncio.run(find_without_slots(renderer))
 
 
 async def find_without_slots(renderer: ChatRenderer) -> None:
-    slots, go, turns = Slots(1), asyncio.Event(), Turns(RecordedTurns(TrajectoryGraph("s")))
+    slots, go, turns = Slots(1), asyncio.Event(), Turns(TrajectoryGraph("s"))
     progress = TurnProgress(renderer, (), TurnRequest("", ()), {})
 
-    async def turn(*, is_held: bool) -> AssistantTurn:
-        if is_held:
-            await go.wait()
+    async def turn() -> AssistantTurn:
+        await go.wait()
         return AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
 
     slots.take()
-    held = Generation(turn(is_held=True), 1, progress, slots)
-    turns.add(b"a", held)
+    held = Generation(turn(), 1, progress, slots)
+    turns.add(Client(b"a"), held)
     with held.join():
         with pytest.raises(GatewayError, match="1 open requests"), turns.arriving(slots):
             pass
-        for number in range(5):
-            short = Generation(turn(is_held=False), 1, progress)
-            await short.task
-            turns.add(bytes([number]), short)
+        await delivered_turn(turns, b"b", renderer)
         turns.note_refusal(Client(b"a"))
         assert turns.find(Client(b"a", num_retries=1)) is None, "the request that was refused above"
         assert turns.find(Client(b"a", num_retries=1)) is held

@@ -13,9 +13,10 @@ from typing import Any
 
 import orjson
 import pytest
-from test_gateway_faults import CHAT, HELLO, Engine, Served, renderer, served
+from test_gateway_faults import CHAT, HELLO, Engine, OpenConnection, Served, renderer, served
 
 from verl_server.errors import ServerDiedError
+from verl_server.gateway.http.connections import CONNECTION
 from verl_server.trajectory import ChatRenderer, Node, load_session
 
 __all__ = ["renderer", "served"]
@@ -83,18 +84,15 @@ class LeavingClient:
 
     def __init__(self, leaves_at: bytes | None = None) -> None:
         """`leaves_at`: text of the reply at which the client leaves."""
-        self._leaves_at, self._has_left = leaves_at, asyncio.Event()
-        self.leave = self._has_left.set
+        self._leaves_at, self._connection = leaves_at, OpenConnection()
+        self.leave = self._connection.close
 
     async def post(self, served: Served, headers: dict[str, str], path: str = CHAT, **body: Any) -> None:
         """Send a request, and read the reply until the client leaves."""
         received = [orjson.dumps({"model": "m", "messages": HELLO, **body})]
 
         async def receive() -> dict[str, Any]:
-            if received:
-                return {"type": "http.request", "body": received.pop(), "more_body": False}
-            await self._has_left.wait()
-            return {"type": "http.disconnect"}
+            return {"type": "http.request", "body": received.pop(), "more_body": False}
 
         async def send(message: Any) -> None:
             if self._leaves_at is not None and self._leaves_at in message.get("body", b""):
@@ -107,6 +105,7 @@ class LeavingClient:
             "path": path,
             "query_string": b"",
             "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "state": {CONNECTION: self._connection},
         }
         await served.app(scope, receive, send)
 
@@ -297,11 +296,8 @@ async def forget_turns(served: Served, key: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, RETRY])
-def test_an_old_turn_is_returned_from_the_record(
-    served: Served, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A session keeps few turns. The request of an older turn is sampled again only if its client has the reply."""
-    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_FINISHED_TURNS", 2)
+def test_an_old_turn_is_returned_from_the_record(served: Served, headers: dict[str, str]) -> None:
+    """A session keeps open turns only. A finished turn is sampled again only if its client has the reply."""
 
     async def run() -> None:
         key = served.key("a")
@@ -322,11 +318,7 @@ def test_an_old_turn_is_returned_from_the_record(
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_the_retry_of_an_old_failed_request_gets_a_turn_of_its_own(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("verl_server.gateway.sessions.turns.MAX_FINISHED_TURNS", 2)
-
+def test_the_retry_of_an_old_failed_request_gets_a_turn_of_its_own(served: Served) -> None:
     async def run() -> None:
         served.engine.go.set()
         key = served.key("a")
@@ -549,7 +541,8 @@ def test_an_expired_session_ends_when_its_end_can_be_written(served: Served, cap
     with full_disk(served):
         for _ in range(3):
             asyncio.run(served.store.end_expired())
-        assert asyncio.run(served.post(key)).status_code == 503
+        assert asyncio.run(served.post(key)).status_code == 403
+    assert served.store.info("a").ended_at is None
     assert caplog.text.count("cannot be ended") == 1, "once, not every some seconds"
     asyncio.run(served.store.end_expired())
     assert asyncio.run(served.post(key)).status_code == 403

@@ -1,4 +1,4 @@
-"""Texts of the policy that come back in the messages of later conversations: the plain rule, and its fast form."""
+"""Texts of the policy that come back in the messages of later conversations."""
 
 from __future__ import annotations
 
@@ -11,26 +11,15 @@ from hypothesis import strategies as st
 from verl_server.gateway import ConversationKind, label_conversations
 from verl_server.gateway.sessions.history import (
     MAX_COMPARED_TURNS,
-    MIN_SUMMARY_CHARS,
+    MAX_SUMMARY_LINES,
     Opening,
-    WrittenTexts,
+    comes_back,
     find_main,
     kind_of,
 )
 from verl_server.trajectory import ForkReason, Span, TrajectoryGraph
 
 SUMMARY = "The user wants a fix of the bug.\nThe file a.py was changed, and all tests pass now."
-
-
-def written(*texts: str) -> WrittenTexts:
-    return WrittenTexts(len(texts), texts.__getitem__)
-
-
-def comes_back(turn_text: str, message: str) -> bool:
-    """The plain rule: the message contains lines of the turn that have at least half of its characters."""
-    lines = [line for part in turn_text.splitlines() if (line := part.strip())]
-    num_chars = sum(map(len, lines))
-    return num_chars >= MIN_SUMMARY_CHARS and 2 * sum(len(line) for line in lines if line in message) >= num_chars
 
 
 @pytest.mark.parametrize(
@@ -52,37 +41,14 @@ def comes_back(turn_text: str, message: str) -> bool:
 )
 def test_a_summary_comes_back_line_by_line(turn: str, text: str, expected: bool) -> None:
     assert comes_back(turn, text) is expected
-    assert (written(turn).last_in(text) is not None) is expected
 
 
-LINES = st.text("ab é\u2028\U0001f642\ud800", max_size=140)
-"""Lines of few letters: parts of a line are in many messages."""
-
-
-@st.composite
-def texts_and_messages(draw: st.DrawFn) -> tuple[list[str], list[str]]:
-    """Texts and messages of the same lines, which are joined, cut and indented in different ways."""
-    pool = draw(st.lists(LINES, min_size=1, max_size=6))
-    pool += [line[: len(line) // 2] for line in pool] + [line[1:] for line in pool]
-
-    def some(separators: list[str], max_texts: int) -> list[str]:
-        text = st.tuples(st.sampled_from(separators), st.lists(st.sampled_from(pool), max_size=8))
-        return [separator.join(lines) for separator, lines in draw(st.lists(text, min_size=1, max_size=max_texts))]
-
-    return some(["\n", "\r\n  "], 6), some(["\n", "", "b", "\n> "], 4)
-
-
-@given(texts_and_messages(), st.integers(0, 6), st.integers(1, 6))
-def test_the_fast_form_finds_what_the_plain_rule_finds(
-    texts_messages: tuple[list[str], list[str]], end: int, max_texts: int
-) -> None:
-    texts, messages = texts_messages
-    end, known = min(end, len(texts)), written(*texts)
-    for message in messages:
-        found = [index for index, text in enumerate(texts) if comes_back(text, message)]
-        assert known.last_in(message) == max(found, default=None)
-        compared = [index for index in found if end - max_texts <= index < end]
-        assert known.last_in(message, end, max_texts) == max(compared, default=None)
+def test_of_a_long_text_the_longest_lines_are_looked_for() -> None:
+    lines = [f"{number}: {'x' * number}" for number in range(100)]
+    text, end = "\n".join(lines), "\n".join(lines[-MAX_SUMMARY_LINES:])
+    assert comes_back(text, f"Go on.\n{text}")
+    assert comes_back(text, end)
+    assert not comes_back(text, "\n".join(lines[:-MAX_SUMMARY_LINES]))
 
 
 Conversation = tuple[str, bool, list[str], str]
@@ -129,37 +95,3 @@ def test_the_kinds_are_those_of_the_plain_rule(planned: list[Conversation]) -> N
     kept = (ConversationKind.MAIN, ConversationKind.COMPACTED)
     expected |= {root: ConversationKind.SUMMARY for root in requests if expected[root] not in kept}
     assert label_conversations(graph_of(planned)) == expected
-
-
-class SearchedText(str):
-    """A text that counts how often it is searched for another text."""
-
-    num_searches = 0
-
-    def __contains__(self, text: object) -> bool:
-        type(self).num_searches += 1
-        return isinstance(text, str) and super().__contains__(text)
-
-
-def test_lines_that_a_message_does_not_have_are_not_searched_for() -> None:
-    """The plain rule searches a message once for each line of each text."""
-    texts = ["\n".join(f"{agent} has read line {line} of its file" for line in range(200)) for agent in range(32)]
-    message = SearchedText("\n".join(f"agent {line} should look at its file" for line in range(1000)))
-    assert not any(comes_back(text, message) for text in texts)
-    assert SearchedText.num_searches == 32 * 200
-    SearchedText.num_searches = 0
-    assert written(*texts).last_in(message) is None
-    assert SearchedText.num_searches < 100
-    back = SearchedText(f"{message}\n{texts[5]}")
-    assert written(*texts).last_in(back) == 5
-    assert SearchedText.num_searches < 1000
-
-
-def test_each_text_is_read_once() -> None:
-    """Also if it is compared with many conversations."""
-    numbers = list[int]()
-    texts = [f"turn {number} of the policy, which does not come back" for number in range(50)]
-    known = WrittenTexts(len(texts), lambda index: numbers.append(index) or texts[index])  # type: ignore[func-returns-value]
-    for end in range(1, len(texts)):
-        assert known.last_in("another task", end, MAX_COMPARED_TURNS) is None
-    assert numbers == list(range(len(texts) - 1))

@@ -60,7 +60,10 @@ def finished(
     renderer: ChatRenderer, token_ids: list[int], preceding: list[int], stop: str | None, is_raw: bool
 ) -> tuple[str, str]:
     """Thoughts and text of the finished turn, as `Session` gives them."""
-    parts = (unsplit_turn if is_raw else split_turn)(renderer, token_ids, preceding, [], "t", stop_sequence=stop)
+    if is_raw:
+        parts = unsplit_turn(renderer, token_ids, stop)
+    else:
+        parts = split_turn(renderer, token_ids, preceding, [], "t", stop_sequence=stop)
     return parts.reasoning, parts.text
 
 

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from verl_server.agent import Episode, RolloutLimits, Task
 from verl_server.gateway import ConversationKind, Gateway, label_conversations, programs
 from verl_server.gateway.conversation import TurnRequest
+from verl_server.gateway.dialects.base import encode_schema
 from verl_server.gateway.dialects.chat import ChatDialect
-from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.errors import GatewayError
 from verl_server.gateway.sessions import session
 from verl_server.gateway.sessions.history import conversation_keys, tools_digest
@@ -58,25 +58,18 @@ def format_properties(count: int, name: str) -> dict[str, Any]:
     }
 
 
-LOUD = pattern_properties(20, r"a^$a^$a\\\z[\q\\\é]a" + "x" * 450 + "^$a")
-"""A schema with as many warnings of xgrammar as a schema may have."""
 EDGES = (
     nested_arrays(32),
     string_properties(600),
-    {"anyOf": [string_properties(20, minProperties=10, maxProperties=15)] * 10},
-    {"anyOf": [{"type": "string", "maxLength": 1000}] * 20},
-    pattern_properties(1, ".{0,100}"),
+    string_properties(40, minProperties=20, maxProperties=30),
+    {"anyOf": [{"type": "string", "maxLength": 10**9}] * 20},
+    pattern_properties(1, "((a{1,100}b?){1,100}c?){1,100}"),
     pattern_properties(3, "[a-z0-9_-]{1,64}"),
-    pattern_properties(3, "([0-9]{1,3}[.]){3}[0-9]{1,3}"),
-    pattern_properties(1, ".?" * 14),
-    pattern_properties(2, "(.{1,4}){1,4}"),
+    pattern_properties(1, ".?" * 12),
     pattern_properties(200, ".*x"),
     pattern_properties(2, r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d{1,6})?(Z|[+-]\d{2}:\d{2})?"),
-    format_properties(20, "uri-template"),
-    format_properties(200, "duration"),
+    format_properties(50, "uri-template"),
     {"type": "object", "properties": {"format": {"type": "string"}}},
-    pattern_properties(3, r"\^\$[$^]{1,7}(?:\.\d\n|\\)[\u4e00-\u9fff\x41\]]*"),
-    LOUD,
 )
 """Schemas at the limits."""
 
@@ -84,38 +77,22 @@ EDGES = (
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "string", "pattern": "(" * 600},
-        {"type": "object", "minProperties": 200, "maxProperties": 30_000},
-        {"type": "string", "maxLength": 1001},
         nested_arrays(33),
         {"type": "object", "properties": {f"p{number}": {} for number in range(3000)}},
         {"enum": ["x" * (64 << 10)]},
         string_properties(600, minProperties=300, maxProperties=600),
-        string_properties(21, minProperties=1),
-        {"anyOf": [{"type": "string", "maxLength": 1000}] * 21},
-        {"anyOf": [string_properties(20, maxProperties=10)] * 11},
+        {"anyOf": [string_properties(20, maxProperties=10)] * 6},
+        {"type": "string", "pattern": "(" * 4001},
         pattern_properties(300, ".{0,900}a{3,999}"),
-        pattern_properties(1, "(.{1,9}){1,9}"),
-        pattern_properties(1, ".?" * 50),
-        pattern_properties(1, "." * 300),
-        pattern_properties(300, ".*x"),
-        {"type": "object", "patternProperties": {"^.{0,900}$": {}}},
+        pattern_properties(1, ".?" * 13),
+        pattern_properties(201, ".*x"),
+        {"type": "object", "patternProperties": {".?" * 13: {}}},
         pattern_properties(120, "^$" * 220),
-        pattern_properties(1, "a^" * 200),
-        pattern_properties(1, "a$" * 199 + "$"),
-        pattern_properties(2, r"\z" * 100),
-        pattern_properties(2, r"[\z]" * 100),
-        pattern_properties(1, "[" + r"\z" * 200 + "]"),
-        pattern_properties(2, "(?=a)" * 50 + "(?!a)" * 50),
-        {"type": "object", "patternProperties": {"(^)" * 100: {}, "($)" * 100: {}}},
-        format_properties(21, "uri-template"),
-        format_properties(21, "uri-reference"),
-        format_properties(21, "hostname"),
-        format_properties(201, "date-time"),
-        {"anyOf": [format_properties(20, "uri"), pattern_properties(1, "a*")]},
+        format_properties(51, "date-time"),
+        {"anyOf": [format_properties(50, "uri"), pattern_properties(1, "a*")]},
     ],
 )
-def test_a_schema_that_a_grammar_backend_may_not_survive_is_refused(schema: Any) -> None:
+def test_a_schema_that_is_too_large_is_refused(schema: Any) -> None:
     with pytest.raises(GatewayError, match="too large"):
         encode_schema("response_format", schema)
 
@@ -146,10 +123,9 @@ xgrammar.GrammarCompiler(tokens, max_threads=2).compile_json_schema(sys.stdin.re
 @pytest.mark.slow
 @pytest.mark.parametrize("schema", EDGES)
 def test_the_largest_schemas_that_are_accepted_can_be_compiled(schema: Any) -> None:
-    """In a process of its own: xgrammar cannot be interrupted. The grammars of refused schemas take minutes."""
+    """In a process of its own: xgrammar cannot be interrupted."""
     encoded = encode_schema("response_format", schema).encode()
-    done = subprocess.run([sys.executable, "-c", COMPILE], input=encoded, check=True, timeout=100, capture_output=True)
-    assert len(done.stdout + done.stderr) < 1 << 20, "the log of the engine has too many warnings"
+    subprocess.run([sys.executable, "-c", COMPILE], input=encoded, check=True, timeout=100)
 
 
 CALLS = [

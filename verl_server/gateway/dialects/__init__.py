@@ -1,8 +1,7 @@
 """The dialects of the gateway, one file each.
 
-- `base.py`: what a dialect and its streams have to do; fields, known items, the field `tool_choice`.
-- `content.py`: the content of messages: texts and images.
-- `schemas.py`: JSON schemas of structured output.
+- `base.py`: what a dialect and its streams have to do; fields, schemas, known items, the field `tool_choice`.
+- `content.py`: the content of messages: texts and images; which images the policy reads.
 - `chat.py`: OpenAI's `/v1/chat/completions` and `/v1/completions`.
 - `anthropic.py`: Anthropic's `/v1/messages`.
 - `responses.py`: OpenAI's `/v1/responses`.

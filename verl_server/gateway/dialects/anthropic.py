@@ -22,28 +22,24 @@ import orjson
 
 from verl_server.gateway.conversation import AssistantTurn, TurnDelta, TurnRequest, as_template_call, normalize_messages
 from verl_server.gateway.dialects.base import (
+    Count,
     Dialect,
     Event,
     ReplyStream,
+    Stops,
+    TurnFields,
     bad_request,
     derive,
+    encode_schema,
     find_last,
     force_call,
     join_texts,
-    read_count,
-    read_flag,
-    read_number,
     read_object,
     read_objects,
-    read_stop,
-    read_template_arguments,
     read_text,
-    read_top_k,
     require_recordable,
-    sampling_params,
 )
 from verl_server.gateway.dialects.content import parse_arguments, read_content, read_tools, tool_schema
-from verl_server.gateway.dialects.schemas import encode_schema
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.types import Json
 
@@ -179,6 +175,14 @@ ERROR_TYPES = {
 }
 
 
+class MessagesFields(TurnFields):
+    """Fields of a message besides the conversation and the tools."""
+
+    model: str
+    max_tokens: Count | None = None
+    stop_sequences: Stops | None = None
+
+
 class AnthropicDialect(Dialect):
     """Anthropic's Messages API."""
 
@@ -192,28 +196,24 @@ class AnthropicDialect(Dialect):
         return request
 
     def parse_count(self, body: Json) -> TurnRequest:
+        fields = MessagesFields.read(body)
         messages = read_objects(body, "messages", is_needed=True)
         tools, omitted_tools = read_tools(read_objects(body, "tools"), parse_tool)
         forced_tools, allows_parallel_calls = parse_choice(body, tools)
         return TurnRequest(
-            model=read_text(body, "model"),
+            model=fields.model,
             last_thought=join_texts(find_last(messages, "role", "assistant").get("content"), "thinking", "thinking"),
             messages=normalize_messages([*parse_system(body.get("system")), *parse_messages(messages)]),
             tools=tools,
             omitted_tools=omitted_tools,
             forced_tools=forced_tools,
             allows_parallel_calls=allows_parallel_calls,
-            template_arguments=read_template_arguments(body),
+            template_arguments=fields.chat_template_kwargs or {},
             reasoning_effort=parse_effort(body),
-            sampling_params=sampling_params(
-                max_new_tokens=read_count(body, "max_tokens"),
-                temperature=read_number(body, "temperature", 0, 100),
-                top_p=read_number(body, "top_p", 0, 1),
-                top_k=read_top_k(body),
-                stop=read_stop(body, "stop_sequences"),
-                **parse_output_format(body),
+            sampling_params=fields.sampling_params(
+                max_new_tokens=fields.max_tokens, stop=fields.stop_sequences, **parse_output_format(body)
             ),
-            stream=read_flag(body, "stream"),
+            stream=bool(fields.stream),
         )
 
     def identity(self, body: Json) -> Mapping[str, bytes]:
@@ -227,24 +227,28 @@ class AnthropicDialect(Dialect):
         return {**_message(request, turn.id), "content": _blocks(turn), **ending, "usage": _usage(turn)}
 
     def open_stream(self, request: TurnRequest, reply_id: str) -> ReplyStream:
-        return MessageStream(self, request, reply_id)
+        return MessageStream(request, reply_id)
 
     def error(self, error: GatewayError) -> tuple[int, Json]:
-        message, status = error.message, error.kind.status
-        if error.kind is ErrorKind.CONTEXT_OVERFLOW:  # Claude Code shortens its conversation at these words
-            count = f"more than {error.max_tokens}" if error.num_tokens is None else error.num_tokens
-            message = f"prompt is too long: {count} tokens > {error.max_tokens} maximum"
-        if error.kind is ErrorKind.OVERLOADED:
-            status = OVERLOADED_STATUS
-        return status, {"type": "error", "error": {"type": ERROR_TYPES[error.kind], "message": message}}
+        return anthropic_error(error)
+
+
+def anthropic_error(error: GatewayError) -> tuple[int, Json]:
+    """HTTP status and body of an error as Anthropic writes it."""
+    message, status = error.message, error.kind.status
+    if error.kind is ErrorKind.CONTEXT_OVERFLOW:  # Claude Code shortens its conversation at these words
+        count = f"more than {error.max_tokens}" if error.num_tokens is None else error.num_tokens
+        message = f"prompt is too long: {count} tokens > {error.max_tokens} maximum"
+    if error.kind is ErrorKind.OVERLOADED:
+        status = OVERLOADED_STATUS
+    return status, {"type": "error", "error": {"type": ERROR_TYPES[error.kind], "message": message}}
 
 
 class MessageStream(ReplyStream):
     """Events of a message. The blocks come one after the other: the thought, the text, each tool call."""
 
-    def __init__(self, dialect: AnthropicDialect, request: TurnRequest, reply_id: str) -> None:
+    def __init__(self, request: TurnRequest, reply_id: str) -> None:
         super().__init__(request, reply_id)
-        self._dialect = dialect
         self._open: Json | None = None
         """The block that has begun, as it was at its beginning."""
         self._index = -1
@@ -280,7 +284,7 @@ class MessageStream(ReplyStream):
         yield _event("message_stop")
 
     def fail(self, error: GatewayError) -> Event:
-        return Event(self._dialect.error(error)[1], "error")
+        return Event(anthropic_error(error)[1], "error")
 
     def _is_open(self, kind: str) -> bool:
         return self._open is not None and self._open["type"] == kind

@@ -1,15 +1,18 @@
-"""`Dialect`: the interface of an API of the gateway; what dialects share: fields, items, tool choice, streams."""
+"""`Dialect`: the interface of an API of the gateway; what dialects share: fields, schemas, tool choice, streams."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 import orjson
+import pydantic
+from pydantic import Field
 
 from verl_server.adapter.json_body import without_half_characters
 from verl_server.gateway.conversation import AssistantTurn, TurnDelta, TurnRequest
@@ -19,8 +22,6 @@ from verl_server.types import Json
 
 LARGEST_TOP_K = 1 << 30
 """SGLang's value for all tokens. Larger values do not fit into its tensors."""
-MAX_TOKEN_DIGITS = 9
-"""Maximum number of digits of a token id."""
 MAX_STOP_SEQUENCES, MAX_STOP_CHARS = 64, 1000
 """Maximum number of stop sequences of a request, and of characters of each: servers look for all of them after each
 token.
@@ -83,61 +84,6 @@ def read_object(body: Mapping[str, Any], name: str) -> Json:
     return value or {}
 
 
-def read_template_arguments(body: Mapping[str, Any]) -> Json:
-    """Variables of the chat template from the field `chat_template_kwargs`, as vLLM and SGLang call it."""
-    arguments = read_object(body, "chat_template_kwargs")
-    require_recordable("chat_template_kwargs", arguments)
-    return arguments
-
-
-def read_number(body: Mapping[str, Any], name: str, minimum: float, maximum: float) -> float | None:
-    """A number, or None if the field is missing or null."""
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value <= maximum:
-        raise bad_request(f"{name!r} must be a number from {minimum:g} to {maximum:g}")
-    return value
-
-
-def read_count(body: Mapping[str, Any], *names: str) -> int | None:
-    """A whole number of at least 1: the first of the fields that is given."""
-    for name in names:
-        value = body.get(name)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise bad_request(f"{name!r} must be a whole number of at least 1")
-            return value
-    return None
-
-
-def read_top_k(body: Mapping[str, Any]) -> int | None:
-    """SGLang's `top_k` from the field of this name: -1 for all tokens, or at least 1. SGLang has 32 bits for it."""
-    if body.get("top_k") in (-1, 0) and not isinstance(body["top_k"], bool):
-        return -1
-    count = read_count(body, "top_k")
-    return None if count is None else min(count, LARGEST_TOP_K)
-
-
-def read_seed(body: Mapping[str, Any]) -> int | None:
-    """SGLang's `sampling_seed` from the field `seed`: a whole number of 64 bits."""
-    seed = body.get("seed")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
-        raise bad_request("'seed' must be a whole number of 64 bits")
-    return seed
-
-
-def read_logit_bias(body: Mapping[str, Any]) -> Json | None:
-    """SGLang's `logit_bias`: numbers from -100 to 100 by token ids as texts. The engine refuses unknown token ids."""
-    biases = read_object(body, "logit_bias")
-    for token, bias in biases.items():
-        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-        is_token = token.isdecimal() and token.isascii() and len(token) <= MAX_TOKEN_DIGITS
-        if not (is_token and is_number and -100 <= bias <= 100):
-            raise bad_request("'logit_bias' must have numbers from -100 to 100 by token ids")
-    return biases or None
-
-
 def find_last(items: Sequence[Json], name: str, value: str) -> Json:
     """The last item with a value of a field. Empty without such an item."""
     return next((item for item in reversed(items) if item.get(name) == value), {})
@@ -149,37 +95,171 @@ def join_texts(parts: Any, kind: str, name: str) -> str:
     return "".join(text for part in found if part.get("type") == kind and isinstance(text := part.get(name), str))
 
 
-def read_flag(body: Mapping[str, Any], name: str) -> bool:
-    """True or false. False if the field is missing or null."""
-    value = body.get(name)
-    if not (value is None or isinstance(value, bool)):
-        raise bad_request(f"{name!r} must be true or false")
-    return bool(value)
-
-
-def read_stop(body: Mapping[str, Any], name: str) -> list[str]:
-    """Stop sequences: a string or a list of strings. Raises GatewayError for too many or too long strings."""
-    value = body.get(name)
-    stop = [value] if isinstance(value, str) else value or []
-    if not isinstance(stop, Sequence) or not all(isinstance(item, str) and item for item in stop):
-        raise bad_request(f"{name!r} must be a string or a list of strings that are not empty")
-    if len(stop) > MAX_STOP_SEQUENCES or any(len(item) > MAX_STOP_CHARS for item in stop):
-        raise bad_request(
-            f"{name!r} is too large: a request may have {MAX_STOP_SEQUENCES} stop sequences of {MAX_STOP_CHARS} "
-            "characters each"
-        )
-    return list(stop)
-
-
 def refuse(body: Mapping[str, Any], name: str, allowed: tuple[Any, ...], reason: str) -> None:
     """Raise GatewayError for a value that the gateway cannot honour."""
     if body.get(name) is not None and body[name] not in allowed:
         raise bad_request(f"{name!r} = {str(body[name])[:40]} is not supported: {reason}")
 
 
-def sampling_params(**values: Any) -> Json:
-    """SGLang's sampling parameters without those that are None or empty."""
-    return {name: value for name, value in values.items() if value is not None and value != []}
+# -- Turn fields ------------------------------------------------------------------------------------
+# The fields of bodies besides the conversation and the tools. `/openapi.json` describes them from the same models.
+
+Count = Annotated[int, Field(ge=1)]
+TopK = Annotated[int, Field(ge=-1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(max_length=MAX_STOP_SEQUENCES)]
+TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+"""A token id as text."""
+Fields = TypeVar("Fields", bound="TurnFields")
+
+
+class TurnFields(pydantic.BaseModel):
+    """What all APIs have. Other fields of a body are ignored, and null is the same as a missing field."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: TopK | None = None
+    """SGLang's `top_k`. -1 and 0: all tokens."""
+    chat_template_kwargs: Json | None = None
+    """Variables of the chat template, as vLLM and SGLang call them."""
+
+    @classmethod
+    def read(cls: type[Fields], body: Json) -> Fields:
+        """The fields of a body. Raises GatewayError, which names the first wrong field."""
+        try:
+            fields = cls.model_validate(body)
+        except pydantic.ValidationError as error:
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            name = str(found[0]["loc"][0])
+            texts = [
+                re.sub("^(Input|String|List) should", "must", item["msg"]) for item in found if item["loc"][0] == name
+            ]
+            raise bad_request(f"{name!r} {' or '.join(dict.fromkeys(texts))}") from None
+        require_recordable("chat_template_kwargs", fields.chat_template_kwargs)
+        return fields
+
+    def sampling_params(self, **others: Any) -> Json:
+        """SGLang's sampling parameters, without those that are None or empty. `others`: those of one API."""
+        top_k = -1 if self.top_k == 0 else None if self.top_k is None else min(self.top_k, LARGEST_TOP_K)
+        params = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k, **others}
+        return {name: value for name, value in params.items() if value is not None and value != []}
+
+
+# -- Schemas ----------------------------------------------------------------------------------------
+# JSON schemas of structured output. A server compiles them in threads of the process that generates the turns of all
+# sessions. The compiler of xgrammar lets other threads run, and SGLang gives up after a time. So the limits are those
+# of sizes: what one request may cost there.
+
+MAX_SCHEMA_BYTES, MAX_SCHEMA_PARTS, MAX_SCHEMA_LEVELS = 64 << 10, 2000, 32
+"""Size of a JSON schema that is compiled to a grammar."""
+MAX_PATTERN_CHARS = 4000
+"""Maximum number of characters of the regular expressions of a schema. xgrammar writes up to 2 KB to the log of the
+engine for each character."""
+MAX_CHOICES, MAX_PATTERN_CHOICES = 200, 12
+"""Maximum number of `?`, `*`, `+` and `{m,n}` of a schema, and of one of its regular expressions. The time of the
+compiler grows with a power of the number in one expression."""
+FORMAT_CHOICES = 4
+"""What a `format` of a schema counts for: a backend compiles it as a regular expression of its own."""
+_CHOICE = re.compile(r"[?*+]|\{\d*,\d*\}")
+
+
+def encode_schema(name: str, schema: Any) -> str:
+    """A JSON schema of structured output as text.
+
+    Raises GatewayError for a schema that is too large, and for one that no text of finite length has.
+    """
+    require_recordable(name, schema)
+    encoded, num_parts, level = orjson.dumps(schema), 0, [schema]
+    for _ in range(MAX_SCHEMA_LEVELS):
+        items = [item for part in level for item in (part.values() if isinstance(part, dict) else part)]
+        num_parts += len(items)
+        level = [item for item in items if isinstance(item, (dict, list))]
+    objects = [] if level else list(_parts(schema))
+    for part in objects:
+        if isinstance(part.get("properties"), dict) and part.keys() & {"minProperties", "maxProperties"}:
+            num_parts += len(part["properties"]) ** 2  # the grammar has a rule for each property and each number
+    if level or len(encoded) > MAX_SCHEMA_BYTES or num_parts > MAX_SCHEMA_PARTS:
+        raise bad_request(
+            f"{name!r} is too large: a schema may have {MAX_SCHEMA_BYTES} bytes, {MAX_SCHEMA_PARTS} parts and "
+            f"{MAX_SCHEMA_LEVELS} levels. With minProperties or maxProperties, the square of the number of properties "
+            "counts"
+        )
+    patterns = [pattern for part in objects for pattern in _patterns_of(part)]
+    choices = [len(_CHOICE.findall(pattern)) for pattern in patterns]
+    num_choices = sum(choices) + FORMAT_CHOICES * sum(isinstance(part.get("format"), str) for part in objects)
+    num_chars = sum(map(len, patterns))
+    if num_chars > MAX_PATTERN_CHARS or num_choices > MAX_CHOICES or max(choices, default=0) > MAX_PATTERN_CHOICES:
+        raise bad_request(
+            f"{name!r} has regular expressions that are too large: a schema may have {MAX_PATTERN_CHARS} characters of "
+            f"them, {MAX_CHOICES} of ?, *, + and {{m,n}}, of which a format counts {FORMAT_CHOICES}, and "
+            f"{MAX_PATTERN_CHOICES} in one expression"
+        )
+    if (place := _without_end(schema)) is not None:
+        raise bad_request(f"{name!r} has a part that no JSON of finite length can have: {place!r:.200} needs itself")
+    return encoded.decode()
+
+
+def _patterns_of(part: Json) -> list[str]:
+    """The regular expressions of one object of a schema."""
+    by_name = part.get("patternProperties")
+    found = (part.get("pattern"), *(by_name if isinstance(by_name, dict) else ()))
+    return [item for item in found if isinstance(item, str)]
+
+
+def _without_end(schema: Json) -> str | None:
+    """A reference of a schema that needs itself without end, as `{"$ref": "#"}` does. None if there is none.
+
+    A grammar of such a part has no text: the engine would find no token that it allows.
+    """
+    found = {ref for part in _parts(schema) if isinstance(ref := part.get("$ref"), str) and ref.startswith("#")}
+    pending = {ref: referenced(ref, schema) for ref in found}
+    while ended := [ref for ref, part in pending.items() if _ends(part, pending)]:
+        for ref in ended:
+            del pending[ref]
+    return min(pending, default=None)
+
+
+def _parts(value: Any) -> Iterator[Json]:
+    """All objects within a value."""
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _parts(item)
+
+
+def _ends(part: Any, pending: Collection[str]) -> bool:
+    """Whether a part of a schema has a value without the values of the references `pending`."""
+    if not isinstance(part, dict):
+        return True
+    if isinstance(ref := part.get("$ref"), str):
+        return ref not in pending
+    for name in ("anyOf", "oneOf"):
+        if isinstance(found := part.get(name), list) and found:
+            return any(_ends(item, pending) for item in found)
+    needed = list(part["allOf"]) if isinstance(part.get("allOf"), list) else []
+    properties, required = part.get("properties"), part.get("required")
+    if isinstance(properties, dict) and isinstance(required, list):
+        needed += [properties[name] for name in required if isinstance(name, str) and name in properties]
+    if isinstance(prefix := part.get("prefixItems"), list):
+        needed += prefix
+    if isinstance(part.get("minItems"), int) and part["minItems"] > 0:
+        needed.append(part.get("items"))
+    return all(_ends(item, pending) for item in needed)
+
+
+def referenced(reference: Any, root: Json) -> Any:
+    """The schema that a reference within the same document names. None if there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = root
+    for key in reference.removeprefix("#").strip("/").split("/"):
+        if key:
+            found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
 
 
 # -- Reply stream -----------------------------------------------------------------------------------
@@ -207,9 +287,9 @@ class ReplyStream(ABC):
         """`reply_id`: id of the reply, without the prefix of the dialect."""
         self.request, self.reply_id = request, reply_id
 
-    @abstractmethod
     def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
         """The events before the first delta."""
+        return iter(())
 
     @abstractmethod
     def add(self, delta: TurnDelta) -> Iterator[Event]:
@@ -223,9 +303,9 @@ class ReplyStream(ABC):
         """What is sent while there are no deltas, so that no proxy closes the connection."""
         return b": keep-alive\n\n"
 
-    @abstractmethod
     def fail(self, error: GatewayError) -> Event:
         """The event that ends the stream with an error."""
+        return Event(openai_error(error)[1])
 
 
 # -- Dialect ----------------------------------------------------------------------------------------
@@ -278,9 +358,9 @@ class Dialect(ABC):
     def open_stream(self, request: TurnRequest, reply_id: str) -> ReplyStream:
         """The stream of a reply. `reply_id`: id of the reply, without the prefix of the dialect."""
 
-    @abstractmethod
     def error(self, error: GatewayError) -> tuple[int, Json]:
-        """HTTP status and body of an error."""
+        """HTTP status and body of an error, by default as OpenAI writes it."""
+        return openai_error(error)
 
 
 OPENAI_ERROR_TYPES = {

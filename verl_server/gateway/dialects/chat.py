@@ -6,7 +6,9 @@ import codecs
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from verl_server.gateway.conversation import (
     AssistantTurn,
@@ -16,36 +18,68 @@ from verl_server.gateway.conversation import (
     normalize_messages,
 )
 from verl_server.gateway.dialects.base import (
+    Count,
     Dialect,
     Event,
+    Penalty,
     ReplyStream,
+    Stop,
+    Stops,
+    TokenText,
+    TurnFields,
     bad_request,
     derive,
+    encode_schema,
     find_last,
     join_texts,
-    openai_error,
     parse_openai_choice,
-    read_count,
-    read_flag,
-    read_logit_bias,
-    read_number,
     read_object,
     read_objects,
-    read_seed,
-    read_stop,
-    read_template_arguments,
     read_text,
-    read_top_k,
     refuse,
-    sampling_params,
 )
 from verl_server.gateway.dialects.content import parse_arguments, read_content, read_tools, tool_schema
-from verl_server.gateway.dialects.schemas import encode_schema
-from verl_server.gateway.errors import GatewayError
 from verl_server.types import Json
 
 ROLES = {"developer": "system", "function": "tool"}
 """Roles of chat templates by the other roles of the API."""
+
+
+class OpenAIFields(TurnFields):
+    """What chat completions and completions share."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: Stop | Stops | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    """By token ids as texts. The engine refuses unknown token ids."""
+    stream_options: dict[str, bool | None] | None = None
+
+    def sampling_params(self, **others: Any) -> Json:
+        return super().sampling_params(
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
+            sampling_seed=self.seed,
+            logit_bias=self.logit_bias or None,
+            **others,
+        )
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class ChatFields(OpenAIFields):
+    """Fields of a chat completion besides the conversation and the tools."""
+
+    max_completion_tokens: Count | None = None
+    reasoning_effort: str | None = None
+    logprobs: bool | None = None
 
 
 class ChatDialect(Dialect):
@@ -58,36 +92,29 @@ class ChatDialect(Dialect):
         refuse(body, "top_logprobs", (0,), "replies have the log probabilities of the sampled tokens only")
         for name in ("functions", "function_call"):
             refuse(body, name, ([], "auto", "none"), "use 'tools' and 'tool_choice'")
+        fields = ChatFields.read(body)
         tools, omitted_tools = read_tools(read_objects(body, "tools"), _parse_tool)
         forced_tools = parse_openai_choice(body, tools)
         messages = read_objects(body, "messages", is_needed=True)
         last = find_last(messages, "role", "assistant")
         thought = last.get("reasoning_content") or join_texts(last.get("content"), "thinking", "thinking")
         return TurnRequest(
-            model=read_text(body, "model", default=""),
+            model=fields.model or "",
             messages=normalize_messages([derive(_parse_message, message) for message in messages]),
             last_thought=thought if isinstance(thought, str) else "",
             tools=tools,
             omitted_tools=omitted_tools,
             forced_tools=forced_tools,
             allows_parallel_calls=body.get("parallel_tool_calls") is not False,
-            template_arguments=read_template_arguments(body),
-            reasoning_effort=read_text(body, "reasoning_effort", default="") or None,
-            sampling_params=sampling_params(
-                max_new_tokens=read_count(body, "max_completion_tokens", "max_tokens"),
-                temperature=read_number(body, "temperature", 0, 100),
-                top_p=read_number(body, "top_p", 0, 1),
-                top_k=read_top_k(body),
-                presence_penalty=read_number(body, "presence_penalty", -2, 2),
-                frequency_penalty=read_number(body, "frequency_penalty", -2, 2),
-                stop=read_stop(body, "stop"),
-                sampling_seed=read_seed(body),
-                logit_bias=read_logit_bias(body),
+            template_arguments=fields.chat_template_kwargs or {},
+            reasoning_effort=fields.reasoning_effort or None,
+            sampling_params=fields.sampling_params(
+                max_new_tokens=fields.max_completion_tokens or fields.max_tokens,
                 **parse_response_format(body.get("response_format")),
             ),
-            stream=read_flag(body, "stream"),
-            logprobs=read_flag(body, "logprobs"),
-            include_usage=read_flag(read_object(body, "stream_options"), "include_usage"),
+            stream=bool(fields.stream),
+            logprobs=bool(fields.logprobs),
+            include_usage=fields.includes_usage,
         )
 
     def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
@@ -113,9 +140,6 @@ class ChatDialect(Dialect):
 
     def open_stream(self, request: TurnRequest, reply_id: str) -> ReplyStream:
         return ChatStream(request, reply_id)
-
-    def error(self, error: GatewayError) -> tuple[int, Json]:
-        return openai_error(error)
 
 
 class ChatStream(ReplyStream):
@@ -151,9 +175,6 @@ class ChatStream(ReplyStream):
         if self.request.include_usage:
             yield Event({**self._head, "choices": [], "usage": usage(turn)})
         yield Event("[DONE]")
-
-    def fail(self, error: GatewayError) -> Event:
-        return Event(openai_error(error)[1])
 
     def _chunk(self, delta: Json, *, finish_reason: str | None = None, logprobs: Json | None = None) -> Event:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
@@ -218,10 +239,15 @@ def _parse_call(call: Json) -> Json:
     return as_template_call(str(call.get("id") or ""), function["name"], arguments)
 
 
+def _texts(tokens: Sequence[bytes]) -> list[str]:
+    """Text of each token. Bytes that are no whole character are U+FFFD."""
+    return [token.decode(errors="replace") for token in tokens]
+
+
 def _logprobs(turn: AssistantTurn | TurnDelta) -> Json:
     entries = [
         {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(token), "top_logprobs": []}
-        for token, text, logprob in zip(turn.tokens, turn.token_texts, turn.logprobs, strict=True)
+        for token, text, logprob in zip(turn.tokens, _texts(turn.tokens), turn.logprobs, strict=True)
         if math.isfinite(logprob)
     ]
     return {"content": entries, "refusal": None}
@@ -238,6 +264,13 @@ DEFAULT_MAX_TOKENS = 16
 """Maximum number of tokens of a completion without `max_tokens`, as OpenAI documents it."""
 
 
+class CompletionFields(OpenAIFields):
+    """Fields of a completion besides the prompt."""
+
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    """0 or 1: replies have the log probabilities of the sampled tokens only."""
+
+
 class CompletionsDialect(Dialect):
     """Completions of raw prompts."""
 
@@ -248,26 +281,14 @@ class CompletionsDialect(Dialect):
             refuse(body, name, (1,), "send several requests")
         refuse(body, "echo", (False,), "replies have the new tokens only")
         refuse(body, "suffix", ("",), "the policy continues the prompt")
-        if isinstance(body.get("logprobs"), bool):
-            raise bad_request("'logprobs' must be 0 or 1")
-        refuse(body, "logprobs", (0, 1), "replies have the log probabilities of the sampled tokens only; use 0 or 1")
+        fields = CompletionFields.read(body)
         return TurnRequest(
-            model=read_text(body, "model", default=""),
+            model=fields.model or "",
             messages=(),
-            sampling_params=sampling_params(
-                max_new_tokens=read_count(body, "max_tokens") or DEFAULT_MAX_TOKENS,
-                temperature=read_number(body, "temperature", 0, 100),
-                top_p=read_number(body, "top_p", 0, 1),
-                top_k=read_top_k(body),
-                presence_penalty=read_number(body, "presence_penalty", -2, 2),
-                frequency_penalty=read_number(body, "frequency_penalty", -2, 2),
-                stop=read_stop(body, "stop"),
-                sampling_seed=read_seed(body),
-                logit_bias=read_logit_bias(body),
-            ),
-            stream=read_flag(body, "stream"),
-            logprobs=body.get("logprobs") is not None,
-            include_usage=read_flag(read_object(body, "stream_options"), "include_usage"),
+            sampling_params=fields.sampling_params(max_new_tokens=fields.max_tokens or DEFAULT_MAX_TOKENS),
+            stream=bool(fields.stream),
+            logprobs=fields.logprobs is not None,
+            include_usage=fields.includes_usage,
             raw_prompt=_parse_prompt(body.get("prompt")),
         )
 
@@ -279,9 +300,6 @@ class CompletionsDialect(Dialect):
     def open_stream(self, request: TurnRequest, reply_id: str) -> ReplyStream:
         return CompletionStream(request, reply_id)
 
-    def error(self, error: GatewayError) -> tuple[int, Json]:
-        return openai_error(error)
-
 
 class CompletionStream(ReplyStream):
     """Chunks of a completion."""
@@ -290,9 +308,6 @@ class CompletionStream(ReplyStream):
         super().__init__(request, reply_id)
         self._head = _head(request, reply_id)
         self._offsets = _TextOffsets()
-
-    def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
-        return iter(())
 
     def add(self, delta: TurnDelta) -> Iterator[Event]:
         if delta.text or delta.token_ids:
@@ -304,9 +319,6 @@ class CompletionStream(ReplyStream):
         if self.request.include_usage:
             yield Event({**self._head, "choices": [], "usage": usage(turn)})
         yield Event("[DONE]")
-
-    def fail(self, error: GatewayError) -> Event:
-        return Event(openai_error(error)[1])
 
 
 def _parse_prompt(value: Any) -> str | tuple[int, ...]:
@@ -349,7 +361,7 @@ class _TextOffsets:
 def _completion_logprobs(turn: AssistantTurn | TurnDelta, offsets: _TextOffsets) -> Json:
     """The log probabilities of the sampled tokens. Those of other tokens are not known."""
     return {
-        "tokens": turn.token_texts,
+        "tokens": _texts(turn.tokens),
         "token_logprobs": list(turn.logprobs),
         "top_logprobs": None,
         "text_offset": [offsets.add(token) for token in turn.tokens],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -23,26 +23,23 @@ from verl_server.gateway.conversation import (
     normalize_messages,
 )
 from verl_server.gateway.dialects.base import (
+    Count,
     Dialect,
     Event,
     IssuedTurns,
     ReplyStream,
+    TurnFields,
     bad_request,
     derive,
     find_last,
     join_texts,
     openai_error,
     parse_openai_choice,
-    read_count,
-    read_flag,
     read_list,
-    read_number,
     read_object,
     read_objects,
-    read_template_arguments,
     read_text,
     refuse,
-    sampling_params,
 )
 from verl_server.gateway.dialects.chat import parse_response_format
 from verl_server.gateway.dialects.content import parse_arguments, read_content, read_tools, tool_schema
@@ -98,16 +95,8 @@ def output_items(turn: AssistantTurn, reply_id: str) -> list[Json]:
 class ResponseStream(ReplyStream):
     """Events of a response. The items come one after the other: the thought, the message, each tool call."""
 
-    def __init__(
-        self,
-        request: TurnRequest,
-        reply_id: str,
-        make_response: Callable[..., Json],
-        finish_response: Callable[[TurnRequest, AssistantTurn, str], Json],
-    ) -> None:
-        """`make_response`: the response of a request that is not finished. `finish_response`: that of a turn."""
+    def __init__(self, request: TurnRequest, reply_id: str) -> None:
         super().__init__(request, reply_id)
-        self._make_response, self._finish_response = make_response, finish_response
         self._numbers = itertools.count()
         self._last_number = 0
         self._index = -1
@@ -118,7 +107,7 @@ class ResponseStream(ReplyStream):
         """The text of that item so far."""
 
     def begin(self, num_prompt_tokens: int) -> Iterator[Event]:
-        response = self._make_response(self.request, self.reply_id, "in_progress", ())
+        response = _response(self.request, self.reply_id, "in_progress", ())
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=response)
 
@@ -135,7 +124,7 @@ class ResponseStream(ReplyStream):
             yield self._add_text(delta.text)
 
     def end(self, turn: AssistantTurn) -> Iterator[Event]:
-        response = self._finish_response(self.request, turn, self.reply_id)
+        response = _finished_response(self.request, turn, self.reply_id)
         for item in response["output"]:
             if item["type"] == "function_call":
                 yield from self._end_item()
@@ -149,7 +138,7 @@ class ResponseStream(ReplyStream):
     def fail(self, error: GatewayError) -> Event:
         code = ERROR_CODES.get(error.kind, "server_error")
         fields = {"code": code, "message": openai_error(error)[1]["error"]["message"]}
-        response = self._make_response(self.request, self.reply_id, "failed", (), error=fields)
+        response = _response(self.request, self.reply_id, "failed", (), error=fields)
         return self._event("response.failed", response=response)
 
     def _event(self, kind: str, **fields: Any) -> Event:
@@ -339,6 +328,13 @@ LOGPROBS = "message.output_text.logprobs"
 NO_LOGPROBS = "replies have no log probabilities; the record of the session has them"
 
 
+class ResponsesFields(TurnFields):
+    """Fields of a response besides the conversation and the tools."""
+
+    model: str | None = None
+    max_output_tokens: Count | None = None
+
+
 class ResponsesDialect(Dialect):
     """Responses."""
 
@@ -355,36 +351,31 @@ class ResponsesDialect(Dialect):
         refuse(body, "top_logprobs", (0,), NO_LOGPROBS)
         if LOGPROBS in read_list(body, "include"):
             raise bad_request(f"'include' = {LOGPROBS} is not supported: {NO_LOGPROBS}")
+        fields = ResponsesFields.read(body)
         tools, omitted_tools = read_tools(read_objects(body, "tools"), parse_tool)
         forced_tools = parse_openai_choice(body, tools)
         messages = normalize_messages(parse_conversation(body))
         return TurnRequest(
-            model=read_text(body, "model", default=""),
+            model=fields.model or "",
             messages=messages,
             last_thought=last_thought(body),
             tools=tools,
             omitted_tools=omitted_tools,
             forced_tools=forced_tools,
             allows_parallel_calls=body.get("parallel_tool_calls") is not False,
-            template_arguments=read_template_arguments(body),
+            template_arguments=fields.chat_template_kwargs or {},
             reasoning_effort=read_text(read_object(body, "reasoning"), "effort", default="") or None,
-            sampling_params=sampling_params(
-                max_new_tokens=read_count(body, "max_output_tokens"),
-                temperature=read_number(body, "temperature", 0, 100),
-                top_p=read_number(body, "top_p", 0, 1),
-                **_parse_format(read_object(body, "text")),
+            sampling_params=fields.sampling_params(
+                max_new_tokens=fields.max_output_tokens, **_parse_format(read_object(body, "text"))
             ),
-            stream=read_flag(body, "stream"),
+            stream=bool(fields.stream),
         )
 
     def reply(self, request: TurnRequest, turn: AssistantTurn) -> Json:
         return _finished_response(request, turn, turn.id)
 
     def open_stream(self, request: TurnRequest, reply_id: str) -> ReplyStream:
-        return ResponseStream(request, reply_id, _response, _finished_response)
-
-    def error(self, error: GatewayError) -> tuple[int, Json]:
-        return openai_error(error)
+        return ResponseStream(request, reply_id)
 
 
 def _parse_format(text: Json) -> Json:

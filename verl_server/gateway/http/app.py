@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import logging
 import re
 import secrets
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import orjson
-import uvicorn
 import zstandard
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.datastructures import Headers, MutableHeaders, State
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from verl_server.errors import VerlServerError
 from verl_server.gateway.config import GatewayConfig
@@ -32,11 +30,17 @@ from verl_server.gateway.dialects import DIALECTS
 from verl_server.gateway.dialects.base import Dialect, KnownItems, NoObjectError, ParsedBody, derive, openai_error
 from verl_server.gateway.errors import ErrorKind, FailureLog, GatewayError
 from verl_server.gateway.health import GatewayHealth, GatewayMetrics
-from verl_server.gateway.http.access import Access
-from verl_server.gateway.http.admin import add_admin_routes, add_health_routes
-from verl_server.gateway.http.connections import closed_future, is_closed, protocol_of
+from verl_server.gateway.http.connections import connection_of
 from verl_server.gateway.http.openapi import add_openapi_route
-from verl_server.gateway.http.ui import add_ui_routes
+from verl_server.gateway.http.routes import (
+    CLIENT_HAS_GONE,
+    Access,
+    add_admin_routes,
+    add_health_routes,
+    add_model_routes,
+    add_ui_routes,
+    json_response,
+)
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.turns import Client, Generation, Slots
@@ -45,10 +49,9 @@ from verl_server.tracing import continue_trace, span
 from verl_server.trajectory.view.model import DecodeFn
 from verl_server.types import Json
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 # -- Turn replies -----------------------------------------------------------------------------------
@@ -79,7 +82,7 @@ class TurnReply(Response):
                 for part in (*self._parts, b""):  # the last send waits until the client has taken the last part
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             await asyncio.sleep(0)  # the client may have gone just now
-            if not is_closed(scope):
+            if not connection_of(scope).is_closing:
                 self._generation.set_delivered()
             if is_long:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -98,30 +101,14 @@ class TurnStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams = scope["app"].state.metrics.open_streams.track_inprogress()
         with self._client, streams:  # also if the client closes the connection before the first event
-            await run_until(closed_future(scope, receive), self.stream_response(send))
+            await run_until(connection_of(scope).closed, self.stream_response(send))
 
 
-async def wait_for_first(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of some futures is done. `asyncio.wait` takes several times as long."""
-    if any(future.done() for future in futures):
-        return
-    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+async def run_until(end: asyncio.Future[None], work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Run a coroutine in this task. It is cancelled when `end` is done: then the result is None.
 
-    def release(_: asyncio.Future[Any]) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    for future in futures:
-        future.add_done_callback(release)
-    try:
-        await waiter
-    finally:
-        for future in futures:
-            future.remove_done_callback(release)
-
-
-async def run_until(end: asyncio.Future[None], work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine in this task. It is cancelled when `end` is done. A task group takes several times as long."""
+    A task group takes several times as long.
+    """
     task, is_running = asyncio.current_task(), True
     assert task is not None
 
@@ -131,10 +118,11 @@ async def run_until(end: asyncio.Future[None], work: Coroutine[Any, Any, None]) 
 
     end.add_done_callback(cancel)
     try:
-        await work
+        return await work
     except asyncio.CancelledError:
         if not end.done() or task.uncancel():
             raise
+        return None
     finally:
         is_running = False
         end.remove_done_callback(cancel)
@@ -268,30 +256,39 @@ def _count_parts(item: Any) -> int:
     return count
 
 
-# -- Request context --------------------------------------------------------------------------------
-# `RequestContext`: gives each request an id, a span and a line in the log, and measures its duration.
+# -- Gateway app ------------------------------------------------------------------------------------
+# `GatewayApp`: gives each request an id, a span and a line in the log, and measures its duration.
 #
 # The id is the header `x-request-id` of the request, or a random id. It is in the headers of the reply (`x-request-
 # id`, as OpenAI writes it, and `request-id`, as Anthropic does) and in each line of the log about the request.
 
 ID_HEADERS = ("x-request-id", "request-id")
-CLIENT_HAS_GONE = 499
-"""Status of a request whose client has gone before the reply."""
 VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """An id of a client that may stand in a log and in a header."""
+SESSION_PREFIX = "/session/"
 
 
-class RequestContext:
-    """ASGI middleware around the application of the gateway."""
+class GatewayApp(FastAPI):
+    """The application of the gateway. Turns bypass FastAPI's handling of requests, which takes 0.1 ms for each."""
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        super().__init__(
+            title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+        )
+        self.state.metrics = self._metrics = metrics
+        self._turn_routes = dict[str, Route]()
+        """By path: `/v1/...` and `/session/{session_key}/v1/...`."""
+
+    def add_turn_route(self, route: Route) -> None:
+        """Add a route for turns. FastAPI's router refuses other methods than POST."""
+        self.router.routes.append(route)
+        self._turn_routes[route.path] = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        scope["app"] = self
+        if "//" in scope["path"]:  # a base URL with a slash at its end
+            scope["path"] = re.sub("/{2,}", "/", scope["path"])
         headers = Headers(scope=scope)
         request_id = request_id_of(headers.get("x-request-id"))
         state = scope.setdefault("state", {})
@@ -310,7 +307,7 @@ class RequestContext:
         token = ARRIVED_AT.set(arrived_at)
         try:
             with continue_trace(headers), span("gateway.request", {"verl.request_id": request_id}) as opened:
-                await self._app(scope, receive, send_with_id)
+                await self._answer(scope, receive, send_with_id)
                 opened.set_attribute("http.response.status_code", status)
                 opened.set_attribute("http.route", route_of(scope))
         finally:
@@ -320,6 +317,23 @@ class RequestContext:
                 self._measure(state, status, arrived_at, seconds)
             shown = (scope["method"], route_of(scope), status or "none", seconds)
             logger.info("request %s: %s %s, status %s, %.3f s", request_id, *shown)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self._find(scope) if scope["method"] == "POST" else None
+        if route is None:
+            await super().__call__(scope, receive, send)
+            return
+        scope["route"] = route
+        response = await route.endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+    def _find(self, scope: Scope) -> Route | None:
+        path: str = scope["path"]
+        if not path.startswith(SESSION_PREFIX):
+            return self._turn_routes.get(path)
+        key, _, rest = path.removeprefix(SESSION_PREFIX).partition("/")
+        scope["path_params"] = {"session_key": key}
+        return self._turn_routes.get(f"{SESSION_PREFIX}{{session_key}}/{rest}") if key else None
 
     def _measure(self, state: Json, status: int, arrived_at: float, seconds: float) -> None:
         """Count a request for a turn. A stream that ends with an error has the status of the error."""
@@ -346,80 +360,17 @@ def route_of(scope: Scope) -> str:
     return getattr(scope.get("route"), "path", "without a route")
 
 
-# -- Turn routes ------------------------------------------------------------------------------------
-# The routes for turns. They bypass FastAPI's handling of requests, which takes 0.1 ms for each of them.
-
-SESSION_PREFIX = "/session/"
-
-
-class TurnRoute(Route):
-    """A route of the router for a path of turns. `TurnRoutes` handles nearly all requests before the router."""
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["route"] = self  # as routes of FastAPI do; the log has the path of the route
-        await super().handle(scope, receive, send)
-
-
-class GatewayApp(FastAPI):
-    """The application of the gateway: FastAPI's behind `RequestContext` and `TurnRoutes`."""
-
-    def __init__(self, metrics: GatewayMetrics) -> None:
-        super().__init__(
-            title="verl_server gateway", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
-        )
-        self.state.metrics = metrics
-        self._entry: ASGIApp = super().__call__
-
-    def add_turn_routes(self, routes: Sequence[TurnRoute]) -> None:
-        """Add the routes for turns. Called once."""
-        self.router.routes += routes
-        self._entry = RequestContext(TurnRoutes(super().__call__, routes), self.state.metrics)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
-        scope["app"] = self
-        if "//" in scope.get("path", ""):  # a base URL with a slash at its end
-            scope["path"] = re.sub("/{2,}", "/", scope["path"])
-        await self._entry(scope, receive, send)
-
-
-class TurnRoutes:
-    """ASGI application that answers POST requests to the paths of turns. Another application answers all others."""
-
-    def __init__(self, app: ASGIApp, routes: Sequence[TurnRoute]) -> None:
-        """`app`: the other application. `routes`: with the paths `/v1/...` and `/session/{session_key}/v1/...`."""
-        self._app = app
-        self._routes = {route.path: route for route in routes}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request."""
-        route = self._find(scope) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if route is None:
-            await self._app(scope, receive, send)
-            return
-        scope["route"] = route
-        response = await route.endpoint(Request(scope, receive, send))
-        await response(scope, receive, send)
-
-    def _find(self, scope: Scope) -> TurnRoute | None:
-        path: str = scope["path"]
-        if not path.startswith(SESSION_PREFIX):
-            return self._routes.get(path)
-        key, _, rest = path.removeprefix(SESSION_PREFIX).partition("/")
-        scope["path_params"] = {"session_key": key}
-        return self._routes.get(f"{SESSION_PREFIX}{{session_key}}/{rest}") if key else None
-
-
 # -- Clients ----------------------------------------------------------------------------------------
 # Who sends a request for a turn: its fingerprint and its retries, by which a request that is sent again is known.
 
 
 def client_of(request: Request, fingerprint: bytes) -> Client:
     """The client of a request, with its digest. The official SDKs count their retries in a header."""
-    headers, has_left = request.headers, functools.partial(is_closed, request.scope)
+    headers, connection = request.headers, connection_of(request.scope)
     count = headers.get("x-stainless-retry-count", "0")
     num_retries = int(count.lstrip("0")[:4] or 0) if count.isdecimal() else 0
-    return Client(fingerprint, num_retries=num_retries, has_id=bool(headers.get("idempotency-key")), has_left=has_left)
+    has_id = bool(headers.get("idempotency-key"))
+    return Client(fingerprint, num_retries=num_retries, has_id=has_id, has_left=lambda: connection.is_closing)
 
 
 def fingerprint_of(dialect: Dialect, key: str, body: ParsedBody) -> bytes:
@@ -433,54 +384,6 @@ def fingerprint_of(dialect: Dialect, key: str, body: ParsedBody) -> bytes:
     for name, part in {**body.parts, **dialect.identity(body.fields)}.items():
         digest.update(b"%d %d %b%b" % (len(encoded := name.encode()), len(part), encoded, part))
     return digest.digest()
-
-
-def read_fingerprint(dialect: Dialect, key: str, raw: bytes, known: KnownItems) -> bytes:
-    """`fingerprint_of` a request that is not parsed yet. Raises GatewayError for a body that is no JSON object."""
-    return fingerprint_of(dialect, key, parse_body(raw, known))
-
-
-# -- Models -----------------------------------------------------------------------------------------
-# The routes for names of models, and the root, which Claude Code asks for.
-
-CREATED_AT = "2026-01-01T00:00:00Z"
-
-
-def add_model_routes(app: FastAPI, access: Access, config: GatewayConfig) -> None:
-    """Add `/v1/models` and `/`."""
-
-    async def models(request: Request) -> Json:
-        access.session_of(request)
-        return list_models(config.model_names, request.headers)
-
-    async def model(request: Request) -> Json:
-        """A model by its name, or the list without a name. The gateway accepts every name."""
-        if not (name := request.path_params["name"]):
-            return await models(request)
-        access.session_of(request)
-        return _model(name, request.headers)
-
-    async def root() -> Response:
-        return Response()
-
-    for prefix in ("", "/session/{session_key}"):
-        app.add_api_route(f"{prefix}/v1/models", models, methods=["GET"])
-        app.add_api_route(f"{prefix}/v1/models/{{name:path}}", model, methods=["GET"])
-        app.add_api_route(f"{prefix}/", root, methods=["GET", "HEAD"])
-
-
-def list_models(names: tuple[str, ...], headers: Mapping[str, str]) -> Json:
-    """The names of the model, as Anthropic writes them for its clients, and otherwise as OpenAI does."""
-    models = [_model(name, headers) for name in names]
-    if "anthropic-version" in headers:
-        return {"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
-    return {"object": "list", "data": models}
-
-
-def _model(name: str, headers: Mapping[str, str]) -> Json:
-    if "anthropic-version" in headers:
-        return {"type": "model", "id": name, "display_name": name, "created_at": CREATED_AT}
-    return {"id": name, "object": "model", "created": 0, "owned_by": "verl_server"}
 
 
 # -- App --------------------------------------------------------------------------------------------
@@ -509,15 +412,14 @@ def make_app(
     app.state.failures = FailureLog()
     access = Access(store, config)
     add_health_routes(app, access, health or GatewayHealth(config.run_dir, store, None, metrics), metrics, store)
-    routes, refused_readers = list[TurnRoute](), Slots(MAX_REFUSED_READERS)
+    refused_readers = Slots(MAX_REFUSED_READERS)
     for dialect in DIALECTS:
         handlers = {dialect.path: _make_handler(dialect, access, config, refused_readers)}
         if dialect.count_path is not None:
             handlers[dialect.count_path] = _make_count_handler(dialect, access, config)
         for path, handler in handlers.items():
             for prefix in ("", "/session/{session_key}"):
-                routes.append(TurnRoute(prefix + path, handler, methods=["POST"], name=path))
-    app.add_turn_routes(routes)
+                app.add_turn_route(Route(prefix + path, handler, methods=["POST"], name=path))
     add_model_routes(app, access, config)
     add_openapi_route(app)
 
@@ -544,13 +446,10 @@ async def _answer_unknown_path(request: Request, _: Exception) -> Response:
 
 
 def _hide_keys(path: str) -> str:
-    """The path with KEY for what follows `session/`. Everybody may send a path: it is split, and not searched."""
-    shown, is_key = list[str](), False
-    for part in path.split("/"):
-        if part or not is_key:
-            shown.append("KEY" if is_key else part)
-            is_key = not is_key and part.lower() == "session"
-    return "/".join(shown)
+    """The path with KEY for what follows `session/`."""
+    parts = path.split("/")
+    before = ["", *parts]
+    return "/".join("KEY" if name.lower() == "session" else part for name, part in zip(before, parts, strict=False))
 
 
 def _dialect_error(request: Request, error: GatewayError) -> tuple[int, Json]:
@@ -605,27 +504,18 @@ def _make_handler(
     async def handle(request: Request) -> Response:
         try:
             request.state.dialect = dialect.path.removeprefix("/v1/")
-            session, key = access.session_of(request), request.headers.get("idempotency-key", "")
+            session = access.session_of(request)
             with contextlib.ExitStack() as arrival:
                 try:
                     arrival.enter_context(session.arriving())
                 except GatewayError:
                     if not refused_readers.is_full:
                         with refused_readers.held():
-                            raw = await read_body(request, config.max_body_bytes)
-                            is_short = is_short_body(len(raw))
-                            with contextlib.suppress(GatewayError):  # a body that is no JSON gets no turn later
-                                known = session.known_items
-                                fingerprint = await run_aside(is_short, read_fingerprint, dialect, key, raw, known)
-                                session.note_refusal(client_of(request, fingerprint))
+                            await _note_refusal(dialect, request, session, config)
                     raise
-                raw = await read_body(request, config.max_body_bytes)
-                is_short = is_short_body(len(raw))
-                turn_request, fingerprint = await run_aside(is_short, _parse_turn, dialect, key, raw, session, config)
-                if not session.is_open:  # the session has ended while the body arrived
-                    session = access.session_of(request)
-                request.state.session_id = session.id
-                turn_request = await _with_readable_images(turn_request, session, config)
+                session, turn_request, fingerprint = await _receive(
+                    dialect, dialect.parse, request, session, access, config
+                )
                 client = client_of(request, fingerprint)
                 generation = await session.start_turn(turn_request, client)
             if generation.num_joins > 1:
@@ -647,13 +537,7 @@ def _make_count_handler(
         try:
             session = access.session_of(request)
             with session.slots.held():
-                raw = await read_body(request, config.max_body_bytes)
-                is_short = is_short_body(len(raw))
-                counted = await run_aside(is_short, _parse_count, dialect, raw, session, config)
-                if not session.is_open:
-                    session = access.session_of(request)
-                request.state.session_id = session.id
-                counted = await _with_readable_images(counted, session, config)
+                session, counted, _ = await _receive(dialect, dialect.parse_count, request, session, access, config)
                 return json_response(dialect.count_reply(await session.count_tokens(counted)))
         except Exception as error:  # noqa: BLE001 - every error is answered in the words of the dialect
             return _error_reply(dialect, request, error)
@@ -661,31 +545,43 @@ def _make_count_handler(
     return count
 
 
-def _parse_turn(
-    dialect: Dialect, key: str, raw: bytes, session: Session, config: GatewayConfig
-) -> tuple[TurnRequest, bytes]:
-    """The request for a turn, and its digest. `key`: the idempotency key of the request."""
-    body = parse_body(raw, session.known_items)
-    fields = dialect.resolve(body.fields, session)
-    return _parse(dialect.parse, fields, raw, session, config), fingerprint_of(dialect, key, body)
+async def _note_refusal(dialect: Dialect, request: Request, session: Session, config: GatewayConfig) -> None:
+    """Read a request that gets no slot, so that it is known when it is sent again."""
+    raw, key = await read_body(request, config.max_body_bytes), request.headers.get("idempotency-key", "")
+
+    def read() -> bytes:
+        return fingerprint_of(dialect, key, parse_body(raw, session.known_items))
+
+    with contextlib.suppress(GatewayError):  # a body that is no JSON object gets no turn later
+        session.note_refusal(client_of(request, await run_aside(is_short_body(len(raw)), read)))
 
 
-def _parse_count(dialect: Dialect, raw: bytes, session: Session, config: GatewayConfig) -> TurnRequest:
-    return _parse(dialect.parse_count, parse_body(raw, session.known_items).fields, raw, session, config)
+async def _receive(
+    dialect: Dialect,
+    parse: Callable[[Json], TurnRequest],
+    request: Request,
+    session: Session,
+    access: Access,
+    config: GatewayConfig,
+) -> tuple[Session, TurnRequest, bytes]:
+    """Read a request. Returns its session, what the session gets of it, and its digest."""
+    raw, key = await read_body(request, config.max_body_bytes), request.headers.get("idempotency-key", "")
 
+    def read() -> tuple[TurnRequest, bytes]:
+        body = parse_body(raw, session.known_items)
+        fields = dialect.resolve(body.fields, session)
+        require_few_parts(fields, config)
+        parsed = parse(fields)
+        require_size(parsed, config)
+        return dataclasses.replace(parsed, num_bytes=len(raw)), fingerprint_of(dialect, key, body)
 
-def _parse(
-    parse: Callable[[Json], TurnRequest], body: Json, raw: bytes, session: Session, config: GatewayConfig
-) -> TurnRequest:
-    require_few_parts(body, config)
-    request = parse(body)
-    require_size(request, config)
-    return dataclasses.replace(request, num_bytes=len(raw))
-
-
-async def _with_readable_images(request: TurnRequest, session: Session, config: GatewayConfig) -> TurnRequest:
+    turn_request, fingerprint = await run_aside(is_short_body(len(raw)), read)
+    if not session.is_open:  # the session has ended while the body arrived
+        session = access.session_of(request)
+    request.state.session_id = session.id
     images = session.images
-    return await run_aside(images.is_short(request), images.check, request, config.max_image_pixels)
+    turn_request = await run_aside(images.is_short(turn_request), images.check, turn_request, config.max_image_pixels)
+    return session, turn_request, fingerprint
 
 
 def _error_reply(dialect: Dialect, request: Request, error: Exception) -> Response:
@@ -699,10 +595,10 @@ async def _answer(
 ) -> Response:
     with contextlib.ExitStack() as waiting:
         waiting.enter_context(client)
-        await wait_for_first(generation.task, closed_future(request.scope, request.receive))
-        if not generation.task.done():
-            return Response(status_code=499)  # nobody reads it
-        body = orjson.dumps(dialect.reply(turn_request, await generation.wait()))
+        turn = await run_until(connection_of(request.scope).closed, generation.wait())
+        if turn is None:
+            return Response(status_code=CLIENT_HAS_GONE)  # nobody reads it
+        body = orjson.dumps(dialect.reply(turn_request, turn))
         mark_first_token(request.state)
         return TurnReply(body, generation, waiting.pop_all())
 
@@ -730,33 +626,9 @@ async def _events(
     for event in stream.end(turn):
         yield event.encode()
     await asyncio.sleep(0)  # the client may have gone just now; uvicorn raises nothing when it cannot send
-    if not is_closed(request.scope):
+    if not connection_of(request.scope).is_closing:
         generation.set_delivered()
-
-
-def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A reply with JSON."""
-    return Response(orjson.dumps(body), status, dict(headers or {}), "application/json")
 
 
 def _retry_headers(error: GatewayError) -> dict[str, str]:
     return {"retry-after": "1"} if error.kind.is_retryable else {"x-should-retry": "false"}
-
-
-# -- Server -----------------------------------------------------------------------------------------
-# The HTTP server of a gateway: uvicorn with the connections of this package.
-
-
-def make_server(app: FastAPI, config: GatewayConfig, grace_s: int) -> uvicorn.Server:
-    """The server of an application. `grace_s`: seconds in which replies may still be sent at the end."""
-    settings = uvicorn.Config(
-        app,
-        http=protocol_of(config),
-        ws="none",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,  # nothing depends on the address of a client
-        timeout_keep_alive=config.idle_timeout_s,
-        timeout_graceful_shutdown=grace_s,
-    )
-    return uvicorn.Server(settings)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import httptools
 import orjson
-from starlette.types import Receive, Scope
+import uvicorn
+from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from verl_server.gateway.config import GatewayConfig
@@ -18,57 +20,65 @@ MAX_WAITING_REQUESTS = 8
 """Requests that a client may send before the reply to an earlier one, until its connection is read no more."""
 MAX_HEAD_BYTES = 64 << 10
 """Maximum number of bytes of the head of a request: the URL and all header lines."""
-EXTENSION = "verl_server.connection"
-"""Name of the extension of the scope of a request that tells whether its connection closes or is closed."""
+CONNECTION = "connection"
+"""Key of the connection in the state of each of its requests."""
 LINGER_S = 1.0
 """Seconds in which bytes of a refused head are read and dropped. A client that still sends can then read the reply."""
 
 
-def protocol_of(config: GatewayConfig) -> type[asyncio.Protocol]:
-    """The class of the connections of a gateway, for `uvicorn.Config(http=...)`."""
+def server_settings(app: ASGIApp, config: GatewayConfig, grace_s: int) -> uvicorn.Config:
+    """The settings of the HTTP server of a gateway. `grace_s`: seconds in which replies may be sent at the end."""
+    return uvicorn.Config(
+        app,
+        http=functools.partial(Connection, config),  # type: ignore[arg-type]
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        proxy_headers=False,  # nothing depends on the address of a client
+        timeout_keep_alive=config.idle_timeout_s,
+        timeout_graceful_shutdown=grace_s,
+    )
 
-    class Connection(_Connection):
-        settings = config
 
-    return Connection
-
-
-class _Connection(HttpToolsProtocol):
+class Connection(HttpToolsProtocol):
     """A connection that is closed if a request does not arrive in time, or if the head of a request is too long.
 
     uvicorn closes a connection that is idle after a reply. It waits for ever for the first request, for the rest of a
     request, and after bytes that begin no request. It has no limit for heads. It takes the body of a request with the
     header `Upgrade` for the next request.
 
-    A client may send more requests before the reply to its first request. They wait. If the client leaves, uvicorn
-    tells the last request only. This class tells the running request, and it reads on, because only reading finds the
-    end of a connection. It stops reading when more than `MAX_WAITING_REQUESTS` requests wait, and uvicorn stops in a
-    large body of a waiting request: the end of such a connection is found when the running request has its reply.
+    A client may send more requests before the reply to its first request. They wait. uvicorn reads no more then, but
+    only reading finds the end of a connection. This class reads until more than `MAX_WAITING_REQUESTS` requests wait,
+    or a large body of a waiting request: the end of such a connection is found when the running request has its reply.
     """
 
-    settings: GatewayConfig
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, settings: GatewayConfig, *, app_state: Any, **others: Any) -> None:
+        super().__init__(app_state={**app_state, CONNECTION: self}, **others)
+        self._settings = settings
         self._deadline: asyncio.TimerHandle | None = None
         """Closes the connection unless the head or the body of the request has arrived before."""
-        self._running: RequestResponseCycle | None = None
-        """The request that is being answered, or was answered last. `cycle` is the newest request, which may wait."""
         self._num_head_bytes = 0
         """Number of bytes since the parser has found a head or bytes of a body. Trailers after a body count too."""
         self._is_refused = False
-        self._closed: asyncio.Future[None] = self.loop.create_future()
+        self.closed: asyncio.Future[None] = self.loop.create_future()
+        """Has a result when the connection is closed."""
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the connection is closed or closes. The event loop sets `closed` only in a later step."""
+        return self.transport.is_closing() or self.closed.done()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
-        if len(self.connections) > self.settings.max_connections:
-            count = self.settings.max_connections
+        if len(self.connections) > self._settings.max_connections:
+            count = self._settings.max_connections
             message = f"the gateway has {count} open connections already; send the request again later"
             transport.write(_refusal("503 Service Unavailable", ErrorKind.OVERLOADED, message))
             transport.close()
         else:
-            self._expect(self.settings.head_timeout_s)
+            self._expect(self._settings.head_timeout_s)
 
     def data_received(self, data: bytes) -> None:
         """Bytes have arrived."""
@@ -81,7 +91,7 @@ class _Connection(HttpToolsProtocol):
         if self._is_refused:
             return
         if not self._is_answering() and self._deadline is None and not self.transport.is_closing():
-            self._expect(self.settings.head_timeout_s)
+            self._expect(self._settings.head_timeout_s)
 
     def _parse(self, data: memoryview) -> None:
         """Give bytes to the parser. The head of a request to change the protocol is parsed again without `Upgrade`."""
@@ -141,9 +151,7 @@ class _Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer a request. The time for its body begins now, also if the request has waited."""
-        self._running = cycle
-        cycle.scope["extensions"] = {EXTENSION: {"is_closing": self.transport.is_closing, "closed": self._closed}}
-        self._expect(self.settings.body_timeout_s if cycle.more_body else None)
+        self._expect(self._settings.body_timeout_s if cycle.more_body else None)
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -163,13 +171,11 @@ class _Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed."""
-        self._expect(None)
-        if not self._closed.done():
-            self._closed.set_result(None)
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.message_event.set()
         super().connection_lost(exc)
+        self._expect(None)
+        self.app_state = {}  # it refers to this object
+        if not self.closed.done():
+            self.closed.set_result(None)
 
     def _expect(self, seconds: float | None) -> None:
         """Close the connection after some seconds. None: do not close it."""
@@ -178,25 +184,10 @@ class _Connection(HttpToolsProtocol):
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.close)
 
 
-def closed_future(scope: Scope, receive: Receive) -> asyncio.Future[None]:
-    """Has a result when the connection of a request is closed. Call it when the body has been read."""
-    extensions = scope.setdefault("extensions", {})
-    if EXTENSION not in extensions:  # another server than `_Connection`; `receive` ends at the latest after the reply
-        task = asyncio.create_task(_wait_until_closed(receive))
-        extensions[EXTENSION] = {"is_closing": task.done, "closed": task}
-    closed: asyncio.Future[None] = extensions[EXTENSION]["closed"]
-    return closed
-
-
-async def _wait_until_closed(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def is_closed(scope: Scope) -> bool:
-    """Whether the connection of a request is closed or closes. The event loop tells the former only in a later step."""
-    found = scope.get("extensions", {}).get(EXTENSION)
-    return found is not None and (bool(found["is_closing"]()) or found["closed"].done())
+def connection_of(scope: Scope) -> Connection:
+    """The connection of a request."""
+    connection: Connection = scope["state"][CONNECTION]
+    return connection
 
 
 def _refusal(status: str, kind: ErrorKind, message: str) -> bytes:

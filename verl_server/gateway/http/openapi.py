@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -9,10 +10,12 @@ import orjson
 import pydantic
 from fastapi import FastAPI, Response
 
-from verl_server.gateway.dialects.base import MAX_STOP_CHARS, MAX_STOP_SEQUENCES
-from verl_server.gateway.http.admin import (
+from verl_server.gateway.dialects.anthropic import MessagesFields
+from verl_server.gateway.dialects.base import TurnFields
+from verl_server.gateway.dialects.chat import ChatFields, CompletionFields
+from verl_server.gateway.dialects.responses import ResponsesFields
+from verl_server.gateway.http.routes import (
     LIVE_PATHS,
-    MAX_LISTED_SESSIONS,
     METRICS_PATH,
     PING_PATH,
     READY_PATH,
@@ -52,24 +55,21 @@ def _or_null(schema: Json) -> Json:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def _number(minimum: float, maximum: float) -> Json:
-    return _or_null({"type": "number", "minimum": minimum, "maximum": maximum})
-
-
 def _typed(kind: str, *required: str, **properties: Any) -> Json:
     """An object with the field `type`."""
     return _object(("type", *required), type={"type": "string", "const": kind}, **properties)
 
 
-SAMPLING: Json = {
-    "temperature": _number(0, 100),
-    "top_p": _number(0, 1),
-    "top_k": _or_null({"type": "integer", "minimum": -1}),
-    "stream": _or_null(FLAG),
-}
-STOP_SEQUENCE: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
-STOP_SEQUENCES: Json = _list(STOP_SEQUENCE, maxItems=MAX_STOP_SEQUENCES)
-STOP: Json = _or_null(_any_of(STOP_SEQUENCE, STOP_SEQUENCES))
+def _body(fields: type[TurnFields], required: tuple[str, ...], **properties: Any) -> Json:
+    """The body of a turn: the fields that the dialect reads, and what is described here."""
+    return _object(required, **(_properties(fields) | properties))
+
+
+def _properties(model: type[pydantic.BaseModel]) -> Json:
+    properties: Json = model.model_json_schema()["properties"]
+    return properties
+
+
 IMAGE_URL: Json = {"type": "string", "pattern": "^data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/]*=*$"}
 
 # -- OpenAI chat ------------------------------------------------------------------------------------------
@@ -87,37 +87,22 @@ _CHAT_MESSAGE = _any_of(
     _object(("role",), role=_one_of("assistant"), content=_CHAT_CONTENT, tool_calls=_or_null(_list(_CHAT_CALL))),
     _object(("role", "content", "tool_call_id"), role=_one_of("tool"), content=TEXT, tool_call_id=TEXT),
 )
-CHAT: Json = _object(
+CHAT: Json = _body(
+    ChatFields,
     ("messages",),
-    model=TEXT,
     messages=_list(_CHAT_MESSAGE, minItems=1),
     tools=_or_null(_list(_typed("function", "function", function=_FUNCTION))),
     tool_choice=_or_null(_any_of(TEXT, ANY_OBJECT)),
-    max_tokens=_or_null(COUNT),
-    max_completion_tokens=_or_null(COUNT),
-    presence_penalty=_number(-2, 2),
-    frequency_penalty=_number(-2, 2),
-    stop=STOP,
-    logprobs=_or_null(FLAG),
     response_format=_or_null(ANY_OBJECT),
-    stream_options=_or_null(_object(include_usage=_or_null(FLAG))),
-    **SAMPLING,
 )
 
 # -- OpenAI completions -----------------------------------------------------------------------------------
 
 _TOKEN_IDS = _list({"type": "integer", "minimum": 0}, minItems=1)
-COMPLETIONS: Json = _object(
+COMPLETIONS: Json = _body(
+    CompletionFields,
     ("prompt",),
-    model=TEXT,
     prompt=_any_of({"type": "string", "minLength": 1}, _TOKEN_IDS),
-    max_tokens=_or_null(COUNT),
-    presence_penalty=_number(-2, 2),
-    frequency_penalty=_number(-2, 2),
-    stop=STOP,
-    logprobs=_or_null({"type": "integer", "minimum": 0, "maximum": 1}),
-    stream_options=_or_null(_object(include_usage=_or_null(FLAG))),
-    **SAMPLING,
 )
 
 # -- OpenAI responses -------------------------------------------------------------------------------------
@@ -139,16 +124,14 @@ _INPUT_ITEM = _any_of(
     _typed("custom_tool_call_output", "call_id", "output", call_id=TEXT, output=_INPUT_CONTENT),
 )
 _RESPONSES_TOOL = _object(("type",), type=TEXT, name=TEXT, description=_or_null(TEXT), parameters=_or_null(ANY_OBJECT))
-RESPONSES: Json = _object(
+RESPONSES: Json = _body(
+    ResponsesFields,
     ("input",),
-    model=TEXT,
     input=_any_of(TEXT, _list(_INPUT_ITEM, minItems=1)),
     instructions=_or_null(TEXT),
     tools=_or_null(_list(_RESPONSES_TOOL)),
     tool_choice=_or_null(_any_of(TEXT, ANY_OBJECT)),
-    max_output_tokens=_or_null(COUNT),
     text=_or_null(_object(format=_or_null(ANY_OBJECT))),
-    **SAMPLING,
 )
 
 # -- Anthropic messages -----------------------------------------------------------------------------------
@@ -177,18 +160,16 @@ _ANTHROPIC_MESSAGE = _object(
     ("role", "content"), role=_one_of("user", "assistant", "system"), content=_any_of(TEXT, _BLOCKS)
 )
 _ANTHROPIC_TOOL = _object(("name", "input_schema"), name=TEXT, description=TEXT, input_schema=ANY_OBJECT)
-MESSAGES: Json = _object(
+MESSAGES: Json = _body(
+    MessagesFields,
     ("model", "messages", "max_tokens"),
-    model=TEXT,
     messages=_list(_ANTHROPIC_MESSAGE, minItems=1),
     max_tokens=COUNT,
     system=_any_of(TEXT, _list(_BLOCK_TEXT)),
     tools=_list(_ANTHROPIC_TOOL),
     tool_choice=_object(("type",), type=TEXT, disable_parallel_tool_use=FLAG),
-    stop_sequences=STOP_SEQUENCES,
     thinking=ANY_OBJECT,
     metadata=ANY_OBJECT,
-    **SAMPLING,
 )
 COUNT_TOKENS: Json = {**MESSAGES, "required": ["model", "messages"]}
 
@@ -236,10 +217,11 @@ def make_openapi() -> Json:
     """The description, in version 3.1 of OpenAPI."""
     from verl_server import __version__
 
+    paths = {path: {"parameters": _path_parameters(path), **operations} for path, operations in _operations().items()}
     return {
         "openapi": "3.1.0",
         "info": {"title": "verl_server gateway", "version": __version__},
-        "paths": {**_dialect_paths(), **_admin_paths(), **_health_paths(), **_ui_paths()},
+        "paths": paths,
         "components": {
             "securitySchemes": {
                 "sessionKey": {"type": "http", "scheme": "bearer"},
@@ -250,68 +232,48 @@ def make_openapi() -> Json:
     }
 
 
-def _dialect_paths() -> Json:
-    paths: Json = {}
-    models = _operation("The names of the model", SESSION_KEY, errors=(401, 404))
-    model = _operation("A model. Each name is accepted", SESSION_KEY, errors=(401, 404))
-    for prefix, parameters in (("", []), ("/session/{session_key}", [_path_parameter("session_key")])):
-        for path, schema in BODIES.items():
-            types = (JSON,) if path.endswith("count_tokens") else (JSON, EVENTS)
-            post = _operation(f"POST {path}", SESSION_KEY, body=schema, types=types, errors=tuple(ERRORS))
-            paths[prefix + path] = {"parameters": parameters, "post": post}
-        paths[f"{prefix}/v1/models"] = {"parameters": parameters, "get": models}
-        paths[f"{prefix}/v1/models/{{name}}"] = {"parameters": [*parameters, _path_parameter("name")], "get": model}
-    return paths
-
-
-def _admin_paths() -> Json:
+def _operations() -> dict[str, Json]:
+    """The operations of each path by method."""
     errors = (400, 401, 413, 415)
-    query: list[Json] = [
-        {"name": "format", "in": "query", "schema": {"type": "string", "enum": list(RECORD_FORMATS)}},
-        {"name": "model", "in": "query", "schema": {"type": "string"}},
-    ]
-    listing = {**_operation("List the sessions", ADMIN_KEY, errors=(400, 401, 404)), "parameters": _session_query()}
-    create = _operation("Create a session", ADMIN_KEY, body=_schema(NewSession), errors=errors)
-    end = _operation("End a session", ADMIN_KEY, body=_schema(SessionEnd), errors=(*errors, 404))
-    show = _operation("Read a session", ADMIN_KEY, errors=(401, 404))
-    record = _operation("Read the record of a session", ADMIN_KEY, types=(LINES,), errors=(400, 401, 404))
-    parameters = [_path_parameter("session_id")]
-    return {
-        "/admin/sessions": {"get": listing, "post": create},
-        "/admin/sessions/{session_id}": {"parameters": parameters, "get": show},
-        "/admin/sessions/{session_id}/end": {"parameters": parameters, "post": end},
-        "/admin/sessions/{session_id}/record": {"parameters": parameters, "get": {**record, "parameters": query}},
+    formats = {"format": {"type": "string", "enum": list(RECORD_FORMATS)}, "model": TEXT}
+    turns: dict[str, Json] = {
+        "/v1/models": {"get": _operation("The names of the model", SESSION_KEY, errors=(401, 404))},
+        "/v1/models/{name}": {"get": _operation("A model. Each name is accepted", SESSION_KEY, errors=(401, 404))},
     }
-
-
-def _session_query() -> list[Json]:
-    """The parameters of the list of sessions."""
-    limit = {"type": "integer", "minimum": 1, "maximum": MAX_LISTED_SESSIONS}
-    schemas: Json = {"limit": limit, "after": {"type": "string"}, "open": {"type": "boolean"}}
-    assert schemas.keys() == SessionQuery.model_fields.keys()
-    return [{"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()]
-
-
-def _health_paths() -> Json:
-    alive = _operation("Whether the event loop runs", NO_KEY)
-    ready = _operation("Whether turns can be generated", NO_KEY, errors=(503,))
-    ping = _operation("Generate one token through the engine", ADMIN_KEY, errors=(401, 503))
-    metrics = _operation("Metrics in the text format of Prometheus", NO_KEY, types=(PLAIN,))
+    for path, schema in BODIES.items():
+        types = (JSON,) if path.endswith("count_tokens") else (JSON, EVENTS)
+        turns[path] = {"post": _operation(f"POST {path}", SESSION_KEY, body=schema, types=types, errors=tuple(ERRORS))}
     return {
-        **{path: {"get": alive} for path in LIVE_PATHS},
-        READY_PATH: {"get": ready},
-        PING_PATH: {"get": ping},
-        METRICS_PATH: {"get": metrics},
-    }
-
-
-def _ui_paths() -> Json:
-    show = _operation("Page of a session", SESSION_KEY, types=(HTML,), errors=(401, 404, 413))
-    return {
+        **turns,
+        **{f"/session/{{session_key}}{path}": operations for path, operations in turns.items()},
+        "/admin/sessions": {
+            "get": _operation("List the sessions", ADMIN_KEY, query=_properties(SessionQuery), errors=(400, 401, 404)),
+            "post": _operation("Create a session", ADMIN_KEY, body=NewSession.model_json_schema(), errors=errors),
+        },
+        "/admin/sessions/{session_id}": {"get": _operation("Read a session", ADMIN_KEY, errors=(401, 404))},
+        "/admin/sessions/{session_id}/end": {
+            "post": _operation("End a session", ADMIN_KEY, body=SessionEnd.model_json_schema(), errors=(*errors, 404))
+        },
+        "/admin/sessions/{session_id}/record": {
+            "get": _operation(
+                "Read the record of a session", ADMIN_KEY, query=formats, types=(LINES,), errors=(400, 401, 404)
+            )
+        },
+        **{path: {"get": _operation("Whether the event loop runs", NO_KEY)} for path in LIVE_PATHS},
+        READY_PATH: {"get": _operation("Whether turns can be generated", NO_KEY, errors=(503,))},
+        PING_PATH: {"get": _operation("Generate one token through the engine", ADMIN_KEY, errors=(401, 503))},
+        METRICS_PATH: {"get": _operation("Metrics in the text format of Prometheus", NO_KEY, types=(PLAIN,))},
         "/ui": {"get": _operation("The live page", NO_KEY, types=(HTML,))},
         "/ui/sessions": {"get": _operation("The sessions that the key may read", SESSION_KEY, errors=(401,))},
-        "/ui/sessions/{session_id}": {"parameters": [_path_parameter("session_id")], "get": show},
+        "/ui/sessions/{session_id}": {
+            "get": _operation("Page of a session", SESSION_KEY, types=(HTML,), errors=(401, 404, 413))
+        },
     }
+
+
+def _path_parameters(path: str) -> list[Json]:
+    names = re.findall(r"{(\w+)}", path)
+    return [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
 
 
 def _operation(
@@ -319,21 +281,17 @@ def _operation(
     security: list[Json],
     *,
     body: Json | None = None,
+    query: Json | None = None,
     types: tuple[str, ...] = (JSON,),
     errors: tuple[int, ...] = (),
 ) -> Json:
+    """`query`: schemas of the parameters by name."""
     replies: dict[str, Any] = {"200": {"description": "OK", "content": {kind: {} for kind in types}}}
     for status in errors:
-        replies[str(status)] = {"description": ERRORS[status], "content": {JSON: {"schema": {"type": "object"}}}}
+        replies[str(status)] = {"description": ERRORS[status], "content": {JSON: {"schema": ANY_OBJECT}}}
     operation: Json = {"summary": summary, "security": security, "responses": replies}
+    if query is not None:
+        operation["parameters"] = [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
     return operation
-
-
-def _path_parameter(name: str) -> Json:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-
-
-def _schema(body: type[pydantic.BaseModel]) -> Json:
-    return body.model_json_schema()

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
 from verl_server.gateway.conversation import LITELLM_EMPTY_TEXT, AssistantTurn, TurnRequest, normalize_messages
@@ -374,128 +372,35 @@ def _share_text(first: str, second: str) -> bool:
 
 
 # -- Returning texts --------------------------------------------------------------------------------
-# `WrittenTexts`: finds the texts of the policy that come back in later messages of the user. Pure.
-#
-# The rule compares each line of a text with a whole message. Most lines are ruled out by hashes of pieces of the
-# message, so the work for a message grows with its length, and hardly with the number of texts.
 
 MIN_SUMMARY_CHARS = 40
 """Minimum number of characters of a text that is recognised when it comes back. Shorter texts come back by chance."""
-MAX_PIECE_CHARS = 64
-"""Length of the longest pieces that are hashed, a power of 2. The lengths are the powers of 2 up to this length."""
-SLOTS_PER_CHAR = 4
-"""Minimum number of slots per character for the hashes of a message. More slots rule out more lines."""
-FACTOR, MIX = 0x01000193, 0x9E3779B1
-"""Odd factors of the hashes: the prime of FNV-1a, and that of Fibonacci hashing for 32 bits."""
-
-Hashes = npt.NDArray[np.uint32]
+MAX_SUMMARY_LINES = 16
+"""Number of lines of a text that are looked for: the longest ones."""
 
 
-@dataclass(frozen=True)
-class _Lines:
-    """The stripped lines of a text. The arrays have an entry for each line."""
+def comes_back(text: str, message: str) -> bool:
+    """Whether a message of the user has most of a text of the policy, line by line.
 
-    texts: list[str]
-    lengths: npt.NDArray[np.int64]
-    """Number of characters."""
-    levels: npt.NDArray[np.intp]
-    """Index of the length of the longest piece that fits into the line, see `_piece_hashes`."""
-    starts: Hashes
-    """Hash of the first piece of this length."""
-    ends: Hashes
-    """Hash of the last piece of this length."""
-
-
-class WrittenTexts:
-    """Texts that the policy wrote, in their order."""
-
-    def __init__(self, num_texts: int, text_of: Callable[[int], str]) -> None:
-        """`text_of`: the text with an index. Each text is read once, when it is compared for the first time."""
-        self._num_texts, self._text_of = num_texts, text_of
-        self._lines = dict[int, _Lines]()
-
-    def last_in(self, message: str, end: int | None = None, max_texts: int | None = None) -> int | None:
-        """Index of the last text that comes back in a message of the user. None if no text does.
-
-        A text comes back if the message has most of its characters, line by line: agents change the lines around a
-        summary, for example the tags that they asked for. `end`: index after the last text that is compared.
-        `max_texts`: maximum number of texts that are compared.
-        """
-        end = self._num_texts if end is None else end
-        first = 0 if max_texts is None else max(end - max_texts, 0)
-        lines = [self._lines_of(index) for index in range(first, end)]
-        if not any(known.texts for known in lines):
-            return None
-        are_possible = _may_have(message, lines)
-        for index, known, possible in zip(range(end - 1, first - 1, -1), lines[::-1], are_possible[::-1], strict=True):
-            if _is_most(int(possible @ known.lengths), known):
-                found = (known.texts[line] for line in np.flatnonzero(possible))
-                if _is_most(sum(len(line) for line in found if line in message), known):
-                    return index
-        return None
-
-    def _lines_of(self, index: int) -> _Lines:
-        if index not in self._lines:
-            self._lines[index] = _split(self._text_of(index))
-        return self._lines[index]
+    Agents change the lines around a summary, for example the tags that they asked for.
+    """
+    lines = sorted((line for part in text.splitlines() if (line := part.strip())), key=len)[
+        : -MAX_SUMMARY_LINES - 1 : -1
+    ]
+    num_chars = sum(map(len, lines))
+    if num_chars < MIN_SUMMARY_CHARS:
+        return False
+    num_missing = 0
+    for line in lines:
+        num_missing += 0 if line in message else len(line)
+        if 2 * num_missing > num_chars:  # after a few lines of most texts
+            return False
+    return True
 
 
-def _is_most(num_chars: int, lines: _Lines) -> bool:
-    """Whether a number of characters is at least half of a text, if the text is not too short."""
-    return bool(lines.texts) and 2 * num_chars >= int(lines.lengths.sum())
-
-
-def _split(text: str) -> _Lines:
-    """The lines of a text, with their hashes. No lines for a text that is too short to be recognised."""
-    texts = [line for part in text.splitlines() if (line := part.strip())]
-    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-    if lengths.sum() < MIN_SUMMARY_CHARS:
-        texts, lengths = [], lengths[:0]
-    levels, starts, ends = (
-        np.zeros(len(texts), np.intp),
-        np.zeros(len(texts), np.uint32),
-        np.zeros(len(texts), np.uint32),
-    )
-    first_chars = np.cumsum(lengths + 1) - lengths - 1
-    for level, size, hashes in _piece_hashes("\n".join(texts)):
-        fits = np.flatnonzero(lengths >= size)  # longer pieces, which come later, replace shorter pieces
-        levels[fits] = level
-        starts[fits] = hashes[first_chars[fits]]
-        ends[fits] = hashes[first_chars[fits] + lengths[fits] - size]
-    return _Lines(texts, lengths, levels, starts, ends)
-
-
-def _piece_hashes(text: str) -> Iterator[tuple[int, int, Hashes]]:
-    """Index and value of each length of pieces, and the hash of the piece that begins at each character."""
-    hashes: Hashes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    size = 1
-    while len(hashes) and size <= MAX_PIECE_CHARS:
-        yield size.bit_length() - 1, size, hashes * np.uint32(MIX)
-        longer = hashes[:-size] * np.uint32(pow(FACTOR, size, 1 << 32))
-        longer += hashes[size:]
-        hashes, size = longer, 2 * size
-
-
-def _may_have(message: str, texts: list[_Lines]) -> list[npt.NDArray[np.bool_]]:
-    """For each line of each text, whether a message may have the line. False is certain."""
-    levels, starts, ends = (
-        np.concatenate([getattr(lines, name) for lines in texts]) for name in ("levels", "starts", "ends")
-    )
-    num_bits = min(max((SLOTS_PER_CHAR * len(message)).bit_length(), 1), 32)
-    are_possible, has_slot = np.zeros(len(levels), np.bool_), np.zeros(1 << num_bits, np.bool_)
-    for level, _, hashes in _piece_hashes(message):
-        compared = np.flatnonzero(levels == level)
-        if len(compared):
-            has_slot[:] = False
-            has_slot[_slots(hashes, num_bits)] = True
-            has_start, has_end = (has_slot[_slots(pieces[compared], num_bits)] for pieces in (starts, ends))
-            are_possible[compared] = has_start & has_end
-    return np.split(are_possible, np.cumsum([len(lines.texts) for lines in texts])[:-1])
-
-
-def _slots(hashes: Hashes, num_bits: int) -> npt.NDArray[np.intp]:
-    """The first bits of hashes."""
-    return (hashes >> np.uint32(32 - num_bits)).astype(np.intp)  # numpy is faster with indices of this type
+def _last_in(message: str, turns: Sequence[Node]) -> Node | None:
+    """The last of the turns whose text comes back in a message."""
+    return next((turn for turn in reversed(turns) if comes_back(_text_of_turn(turn), message)), None)
 
 
 # -- Conversation labels ----------------------------------------------------------------------------
@@ -525,18 +430,18 @@ def label_conversations(graph: TrajectoryGraph) -> dict[int, ConversationKind]:
     openings = [_opening(graph, root) for root in roots]
     main = find_main(openings)
     last_turns = [node for node in graph.nodes if node.sampled and not graph.children(node.id)]
-    written = WrittenTexts(len(last_turns), lambda index: _text_of_turn(last_turns[index]))
     kinds = dict[int, ConversationKind]()
     summaries = list[int]()
     for index, (root, opening) in enumerate(zip(roots, openings, strict=True)):
         kinds[root] = ConversationKind.MAIN if index == main else kind_of(opening, openings[main], has_summary=True)
         if kinds[root] is ConversationKind.COMPACTED:  # only this kind depends on a summary
             num_before = bisect.bisect(last_turns, root, key=lambda node: node.id)
-            summary = written.last_in("\n".join(opening.users), num_before, MAX_COMPARED_TURNS)
+            before = last_turns[max(num_before - MAX_COMPARED_TURNS, 0) : num_before]
+            summary = _last_in("\n".join(opening.users), before)
             if summary is None:
                 kinds[root] = kind_of(opening, openings[main], has_summary=False)
             else:
-                summaries.append(last_turns[summary].id)
+                summaries.append(summary.id)
     requests = {graph.node(turn).parent for turn in summaries}
     kinds |= dict(_forks(graph, requests, frozenset(summaries)))
     for request in requests:
@@ -591,65 +496,31 @@ def trained_ends(
     return sorted(ends)
 
 
-class RootForkReasons:
-    """Why the conversations of a session that goes on begin with prompts of their own, as far as it is known by now."""
+def root_fork_reason(graph: TrajectoryGraph, messages: Sequence[Message], tools: str | None) -> ForkReason:
+    """Why a further conversation of a session begins with a prompt of its own, as far as it is known by now.
 
-    def __init__(self, graph: TrajectoryGraph) -> None:
-        self._graph = graph
-        self._openings = dict[int, Opening]()
-        """The first `MAX_COMPARED` conversations, by their roots."""
-        self._main: Opening | None = None
-        """The opening of the main conversation. None without a conversation."""
-        self._num_seen_nodes = 0
-
-    @property
-    def num_compared_tokens(self) -> int:
-        """Number of tokens of the turns that the messages of a new conversation are compared with."""
-        return sum(len(node.token_ids) for node in self._graph.nodes[-MAX_COMPARED:] if node.sampled)
-
-    def reason_of(self, messages: Sequence[Message], tools: str | None) -> ForkReason:
-        """The reason of a conversation with these first messages. The work does not grow with the session.
-
-        `tools`: digest of its tools, None without tools.
-        """
-        self._look_at_new_nodes()
-        if self._main is None:
-            return ForkReason.SUB_AGENT
-        graph, opening = self._graph, _opening_of(messages, tools)
-        last_turns = [node for node in graph.nodes[-MAX_COMPARED:] if node.sampled and not graph.children(node.id)]
-        written = WrittenTexts(len(last_turns), lambda index: _text_of_turn(last_turns[index]))
-        has_summary = written.last_in("\n".join(opening.users)) is not None
-        return FORK_REASONS.get(kind_of(opening, self._main, has_summary), ForkReason.SUB_AGENT)
-
-    def _look_at_new_nodes(self) -> None:
-        """An opening depends on its root, on the turns after the root, and on whether a turn was continued."""
-        nodes, has_changed = self._graph.nodes, False
-        for node in nodes[self._num_seen_nodes :]:
-            root = node
-            for _ in range(2):
-                root = root if root.parent is None else nodes[root.parent]
-            if root.parent is None and (root.id in self._openings or len(self._openings) < MAX_COMPARED):
-                self._openings[root.id] = _opening(self._graph, root.id, self._openings.get(root.id))
-                has_changed = True
-        self._num_seen_nodes = len(nodes)
-        if has_changed:
-            openings = list(self._openings.values())
-            self._main = openings[find_main(openings)]
+    `messages`: its first messages. `tools`: digest of its tools, None without tools. The work does not grow with the
+    session: `MAX_COMPARED` conversations and turns are compared.
+    """
+    openings = [_opening(graph, root) for root in graph.children(None)[:MAX_COMPARED]]
+    opening = _opening_of(messages, tools)
+    last_turns = [node for node in graph.nodes[-MAX_COMPARED:] if node.sampled and not graph.children(node.id)]
+    has_summary = _last_in("\n".join(opening.users), last_turns) is not None
+    return FORK_REASONS.get(kind_of(opening, openings[find_main(openings)], has_summary), ForkReason.SUB_AGENT)
 
 
-def _opening(graph: TrajectoryGraph, root: int, known: Opening | None = None) -> Opening:
-    """The opening of a conversation. `known`: the opening at an earlier time, whose texts are the same."""
+def _opening(graph: TrajectoryGraph, root: int) -> Opening:
+    """The opening of a recorded conversation."""
     node = graph.node(root)
     message = node.message or {}
     if "messages" not in message:
         return Opening(is_raw=True)
-    opening = known or _opening_of(message["messages"], node.tools_digest if message.get("tools") else None)
     turns = [graph.node(child) for child in graph.children(root) if graph.node(child).sampled]
-    num_turns = 1 + any(graph.children(turn.id) for turn in turns)
-    asked = ((turns[0].message or {}).get("request") or {}).get("max_new_tokens") if turns else None
-    if (num_turns, asked) == (opening.num_turns, opening.max_new_tokens):
-        return opening
-    return dataclasses.replace(opening, num_turns=num_turns, max_new_tokens=asked)
+    return dataclasses.replace(
+        _opening_of(message["messages"], node.tools_digest if message.get("tools") else None),
+        num_turns=1 + any(graph.children(turn.id) for turn in turns),
+        max_new_tokens=((turns[0].message or {}).get("request") or {}).get("max_new_tokens") if turns else None,
+    )
 
 
 def _opening_of(messages: Sequence[Message], tools: str | None) -> Opening:

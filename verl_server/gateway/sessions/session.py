@@ -25,22 +25,22 @@ from verl_server.agent.limits import EpisodeStopped
 from verl_server.errors import BadInputError, ServerError
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest, message_of, normalize_messages
 from verl_server.gateway.dialects.base import KnownItems
+from verl_server.gateway.dialects.content import ImageCheck
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
-from verl_server.gateway.image_check import ImageCheck
 from verl_server.gateway.records import ObservedRecorder
 from verl_server.gateway.sessions.history import (
     TEMPLATE_ARGUMENTS,
     History,
     Key,
-    RootForkReasons,
     closing_text,
     conversation_keys,
     next_branch,
     prompt_digest,
     raw_prompt_key,
+    root_fork_reason,
     tools_digest,
 )
-from verl_server.gateway.sessions.turns import Client, Generation, RecordedTurns, Slots, Turns
+from verl_server.gateway.sessions.turns import Client, Generation, Slots, Turns
 from verl_server.gateway.threads import is_short_body, is_short_prompt, run_aside
 from verl_server.gateway.turn_text.grammar import has_grammar_of_calls, turn_params
 from verl_server.gateway.turn_text.splitting import (
@@ -116,10 +116,8 @@ def _require_readable(renderer: ChatRenderer, token_ids: Sequence[int]) -> None:
             raise GatewayError(ErrorKind.INVALID_REQUEST, message) from None
 
 
-def unsplit_turn(
-    renderer: ChatRenderer, token_ids: Sequence[int], *_: object, stop_sequence: str | None = None, **__: object
-) -> TurnParts:
-    """The turn after a raw prompt: thoughts and tool calls stay in the text. Takes the arguments of `split_turn`."""
+def unsplit_turn(renderer: ChatRenderer, token_ids: Sequence[int], stop_sequence: str | None) -> TurnParts:
+    """The turn after a raw prompt: thoughts and tool calls stay in the text."""
     return TurnParts(until_stop(decode_turn(renderer, token_ids), stop_sequence), "", ())
 
 
@@ -195,17 +193,12 @@ def read_turn(
 ) -> AssistantTurn:
     """The turn that a node contains, in no dialect. `meta`: SGLang's `meta_info` of the reply, empty for a replay."""
     turn_id, stop = f"{graph.session_id}-{node.id}", (node.message or {}).get("stop_sequence")
-    preceding = () if node.parent is None else graph.node(node.parent).token_ids
-    split = split_turn if request.raw_prompt is None else unsplit_turn
-    parts = split(
-        renderer,
-        node.token_ids,
-        preceding,
-        request.tools,
-        turn_id,
-        stop_sequence=stop,
-        allows_calls=request.allows_calls,
-    )
+    if request.raw_prompt is not None:
+        parts = unsplit_turn(renderer, node.token_ids, stop)
+    else:
+        before = () if node.parent is None else graph.node(node.parent).token_ids
+        options: Json = {"stop_sequence": stop, "allows_calls": request.allows_calls}
+        parts = split_turn(renderer, node.token_ids, before, request.tools, turn_id, **options)
     return AssistantTurn(
         id=turn_id,
         node=node.id,
@@ -370,9 +363,7 @@ class Session:
         """Name of the limit for which a request was refused, except `max_context_tokens`."""
         self._history, self._key_memo, self._calls, self.slots = History(), KeyMemo(), SampledCalls(), slots or Slots()
         self._branches = itertools.count(next_branch(self.graph))
-        self._root_fork_reasons = RootForkReasons(self.graph)
-        self._recorded_turns = RecordedTurns(self.graph)
-        self._turns = Turns(self._recorded_turns)
+        self._turns = Turns(self.graph)
         self._lock = asyncio.Lock()
         """Held while the prompt of a request is rendered and recorded."""
         self.images = ImageCheck(state.renderer)
@@ -386,7 +377,7 @@ class Session:
             for node in self.graph.nodes:
                 self._state.restore(node)
             self._history.restore(self.graph, self._message_of)
-            self._recorded_turns.restore()
+            self._turns.restore()
 
     # -- turns --------------------------------------------------------------------------------------
 
@@ -415,11 +406,10 @@ class Session:
             if known is not None:
                 with self.slots.taken():
                     generation = self._replay(known, request)
-                self._recorded_turns.take(client.fingerprint, known)
             else:
                 with self._turns.refusals_of(client), self.slots.taken():
                     generation = await self._start(request, client.fingerprint)
-            self._turns.add(client.fingerprint, generation)
+            self._turns.add(client, generation)
             generation.join(client)
             return generation
 
@@ -508,7 +498,7 @@ class Session:
 
     def continue_turns_of(self, earlier: Session) -> None:
         """Continue a closed session with the same record: know its turns, and the requests that had no turn."""
-        self._turns, self._recorded_turns = earlier._turns, earlier._recorded_turns
+        self._turns = earlier._turns
         self._turns.continue_with(self.graph)
 
     async def wait_for_turns(self) -> None:
@@ -577,9 +567,8 @@ class Session:
             digest = tools_digest(request.tools) if is_root else None
             if is_root and self.graph.nodes:
                 known_tools = digest if request.tools else None
-                reasons = self._root_fork_reasons
-                is_short = is_short_prompt(messages, request.num_bytes + reasons.num_compared_tokens)
-                cursor.fork_reason = await run_aside(is_short, reasons.reason_of, messages, known_tools)
+                is_short = is_short_prompt(messages, request.num_bytes)
+                cursor.fork_reason = await run_aside(is_short, root_fork_reason, self.graph, messages, known_tools)
                 self._require_open()
             # A prompt with equal tokens that the history does not know has other messages, which are recorded, too.
             cursor.add_context(token_ids, content, digest, is_new=self.record is not None)

@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,10 @@ from verl_server.agent.samples import find_segments
 from verl_server.errors import BadInputError
 from verl_server.gateway.config import MIN_SESSION_KEY_CHARS
 from verl_server.gateway.errors import ErrorKind, GatewayError, list_wrong_fields
-from verl_server.gateway.records import ObservedRecorder, RecordFiles
+from verl_server.gateway.records import TOO_MANY_FILES, ObservedRecorder, RecordFiles, close_on_disk
 from verl_server.gateway.sessions.history import TRAINED_KINDS, ConversationKind, label_conversations, trained_ends
 from verl_server.gateway.sessions.session import Session
+from verl_server.gateway.threads import run_aside
 from verl_server.trajectory.conversations import KIND_NOTE, recorded_kinds
 from verl_server.trajectory.graph import TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder, session_file
@@ -97,29 +98,6 @@ SETTINGS = pydantic.TypeAdapter(SessionInfo)
 def digest_of(key: str) -> str:
     """The digest of a key that `SessionInfo` has."""
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def new_info(
-    session_id: str,
-    key: str,
-    created_at: float,
-    expiry_s: float | None,
-    metadata: Mapping[str, Any] | None,
-    limits: Mapping[str, Any] | None,
-    sampling_params: Mapping[str, Any] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-) -> SessionInfo:
-    """A session with these settings. Raises BadInputError for values that are not allowed."""
-    return SessionInfo(
-        session_id,
-        digest_of(key),
-        created_at,
-        None if expiry_s is None else created_at + require_seconds("expires_in_s", expiry_s),
-        as_json("metadata", metadata),
-        as_json("limits", limits),
-        as_json("sampling_params", require_sampling_params(sampling_params or {})),
-        as_json("chat_template_kwargs", chat_template_kwargs),
-    )
 
 
 def write_info(run_dir: Path, info: SessionInfo) -> None:
@@ -359,6 +337,9 @@ class SessionStore:
         self.closed_reason: str | None = None
         """Why `close` was called. None: the sessions are served."""
         self._files = RecordFiles()
+        self._closing = set[int]()
+        """Descriptors of records that are used no more. `wait_closed` closes them: a network file system may write all
+        their data then."""
         run_dir.mkdir(parents=True, exist_ok=True)
         infos, self._unreadable = read_infos(run_dir)
         for info in infos:
@@ -392,7 +373,16 @@ class SessionStore:
         has_record, existing = session_file(self._run_dir, session_id).exists(), self._infos.get(session_id)
         expiry_s = (self._expiry_s if expires_in_s is None else expires_in_s) if can_expire else None
         created_at = time.time() if existing is None else existing.created_at
-        info = new_info(session_id, key, created_at, expiry_s, metadata, limits, sampling_params, chat_template_kwargs)
+        info = SessionInfo(
+            session_id,
+            digest_of(key),
+            created_at,
+            None if expiry_s is None else created_at + require_seconds("expires_in_s", expiry_s),
+            as_json("metadata", metadata),
+            as_json("limits", limits),
+            as_json("sampling_params", require_sampling_params(sampling_params or {})),
+            as_json("chat_template_kwargs", chat_template_kwargs),
+        )
         if existing is not None and existing.has_settings_of(info):
             return existing, key
         if existing is not None or has_record:
@@ -404,7 +394,8 @@ class SessionStore:
         session_limits = limits_of(info, self._limits)
         if self._limits.has_token_limit:  # otherwise, the engine tells its context length later
             require_token_limit(session_limits)
-        self._files.require_free(f"the session {session_id!r} was not created")
+        if not self._files.has_free:
+            raise GatewayError(ErrorKind.OVERLOADED, f"the session {session_id!r} was not created: {TOO_MANY_FILES}")
         self._files.opening(lambda: write_info(self._run_dir, info))
         self._add(info)
         return info, key
@@ -441,26 +432,26 @@ class SessionStore:
         self._require_open()
         if session_id in self._ending:
             raise GatewayError(ErrorKind.OVERLOADED, f"the session {session_id!r} is being ended")
-        if self.info(session_id).has_expired:
-            self.end_now(session_id, "expired")
-        if (info := self.info(session_id)).ended_at is not None:
-            raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({info.stop_reason})")
+        info = self.info(session_id)
+        if info.ended_at is not None or info.has_expired:
+            reason = info.stop_reason or "expired"  # `end_expired` records the end
+            raise GatewayError(ErrorKind.PERMISSION, f"the session {session_id!r} has ended ({reason})")
         opened = self._open.get(session_id)
-        has_failed = opened is not None and _has_failed(opened)
-        if opened is not None and has_failed:
+        if opened is not None and not _has_failed(opened):
+            return opened
+        if opened is not None:
             _close_failed(opened)
-        if opened is None or has_failed:
-            recorder = ObservedRecorder(self._run_dir, session_id, self._files)
-            try:
-                limits = remaining_limits(limits_of(info, self._limits), info.created_at)
-                session = self._open_session(recorder, limits, info)
-            except BaseException:
-                recorder.close()  # the engine is not there yet, for example
-                raise
-            if opened is not None:
-                session.continue_turns_of(opened)
-            self._open[session_id] = session
-        return self._open[session_id]
+        recorder = ObservedRecorder(self._run_dir, session_id, self._files)
+        try:
+            limits = remaining_limits(limits_of(info, self._limits), info.created_at)
+            session = self._open_session(recorder, limits, info)
+        except BaseException:
+            recorder.close()  # the engine is not there yet, for example
+            raise
+        if opened is not None:
+            session.continue_turns_of(opened)
+        self._open[session_id] = session
+        return session
 
     async def end(self, session_id: str, stop_reason: str = "done", **result: Any) -> SessionInfo:
         """End a session: abort its turns, and record the reward at the end of each trained conversation.
@@ -476,31 +467,19 @@ class SessionStore:
         return await asyncio.shield(task)
 
     async def _end(self, session_id: str, stop_reason: str, result: Json) -> SessionInfo:
-        with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
-            for step in steps:
-                await self._files.opening_aside(step, may_use_reserve=True)
-        return self._infos[session_id]
-
-    def end_now(self, session_id: str, stop_reason: str, **result: Any) -> None:
-        """`end`, without other work of the event loop meanwhile."""
-        with contextlib.closing(self._steps_of_end(session_id, stop_reason, result)) as steps:
-            for step in steps:
-                self._files.opening(step, may_use_reserve=True)
-
-    def _steps_of_end(self, session_id: str, stop_reason: str, result: Json) -> Generator[Callable[[], None]]:
-        """End a session. The steps, which the caller calls, wait for the disk."""
         self._require_open()
         info = with_result(self.info(session_id), stop_reason, **result)
         with self._record_to_end(session_id) as recorder:
             if recorder is not None:
                 record_end(recorder, info)
-                yield recorder.flush
+                await self._files.opening_aside(recorder.flush)
             # After the record: a session that has ended has its reward in the record.
-            yield lambda: write_info(self._run_dir, info)
+            await self._files.opening_aside(lambda: write_info(self._run_dir, info))
             self._add(info)
             if (opened := self._open.pop(session_id, None)) is not None:
                 opened.close()  # while the record takes no turns
         self._files.refill()  # before a connection takes the files that the end gives back
+        return info
 
     @contextlib.contextmanager
     def _record_to_end(self, session_id: str) -> Iterator[ObservedRecorder | None]:
@@ -518,7 +497,7 @@ class SessionStore:
         if not session_file(self._run_dir, session_id).exists():
             yield None
             return
-        recorder = ObservedRecorder(self._run_dir, session_id, self._files, may_use_reserve=True)
+        recorder = ObservedRecorder(self._run_dir, session_id, self._files)
         with recorder, recorder.ending():
             yield recorder
 
@@ -556,8 +535,8 @@ class SessionStore:
         error = GatewayError(ErrorKind.OVERLOADED, f"{self.closed_reason}; send the request again")
         for session_id in self._open.keys() - self._ending.keys():
             session = self._open.pop(session_id)
-            if session.record is not None and not at_once:
-                session.record.close_later()
+            if session.record is not None and not at_once and (fd := session.record.detach()) is not None:
+                self._closing.add(fd)
             session.close(error)
 
     async def wait_closed(self) -> None:
@@ -565,13 +544,17 @@ class SessionStore:
         while self._ending:
             await asyncio.wait(self._ending.values())
         self.close(at_once=False)  # sessions that could not be ended
-        await self._files.close_waiting()
+        await asyncio.gather(*map(self._close_aside, self._closing))
         self._files.close()
+
+    async def _close_aside(self, descriptor: int) -> None:
+        await run_aside(False, close_on_disk, descriptor)
+        self._closing.discard(descriptor)
 
     @property
     def num_unwritten(self) -> int:
         """Number of records that were closed, or are ended, and are perhaps not on the disk."""
-        return len(self._ending) + self._files.num_closing
+        return len(self._ending) + len(self._closing)
 
     def _require_open(self) -> None:
         if self.closed_reason is not None:

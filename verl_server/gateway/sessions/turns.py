@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Self
 
@@ -37,41 +38,16 @@ class Slots:
         self._maximum, self._kind, self._owner, self._parent = maximum, kind, owner, parent
         self.num_taken = 0
         """Number of open requests."""
-        self.num_arriving = 0
-        """Number of requests that are being read and have no slot yet."""
 
-    def _require(self, num_known: int) -> None:
-        if num_known >= self._maximum:
-            raise GatewayError(
-                self._kind, f"{self._owner} has {self._maximum} open requests already; send the request again later"
-            )
+    @functools.cached_property
+    def arrivals(self) -> Slots:
+        """Counts the requests that are being read and have no slot yet: at most as many as there are slots."""
+        return Slots(self._maximum, self._kind, self._owner, self._parent and self._parent.arrivals)
 
     @property
     def is_full(self) -> bool:
         """Whether all slots are taken."""
         return self.num_taken >= self._maximum or (self._parent is not None and self._parent.is_full)
-
-    def require_free(self) -> None:
-        """Raise GatewayError if all slots are taken."""
-        self._require(self.num_taken)
-        if self._parent is not None:
-            self._parent.require_free()
-
-    def begin_arrival(self) -> None:
-        """Count a request that is being read, until `end_arrival`.
-
-        Raises GatewayError if as many requests as there are slots are being read.
-        """
-        self._require(self.num_arriving)
-        if self._parent is not None:
-            self._parent.begin_arrival()
-        self.num_arriving += 1
-
-    def end_arrival(self) -> None:
-        """The request of `begin_arrival` has a slot or is refused."""
-        self.num_arriving -= 1
-        if self._parent is not None:
-            self._parent.end_arrival()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -82,7 +58,10 @@ class Slots:
 
     def take(self) -> None:
         """Take a slot. Raises GatewayError if all are taken."""
-        self._require(self.num_taken)
+        if self.num_taken >= self._maximum:
+            raise GatewayError(
+                self._kind, f"{self._owner} has {self._maximum} open requests already; send the request again later"
+            )
         if self._parent is not None:
             self._parent.take()
         self.num_taken += 1
@@ -162,10 +141,14 @@ class Generation:
         self.num_prompt_tokens = num_prompt_tokens
         self._progress = progress
         self._slots, self._num_slots = slots or Slots(), 1
-        self.task.add_done_callback(lambda _: self._release_slots())
+        self.task.add_done_callback(lambda _: self._settle())
         self._clients = list[Client]()
+        self.on_closed: Callable[[], None] | None = None
+        """Called once, when the turn is open no more."""
         self.is_delivered = False
         """Whether a client has received the whole reply, as far as it is known. False in case of doubt."""
+        self.is_sent_again = False
+        """Whether the turn has failed and its request was sent again."""
         self.reply_id = reply_id
         self.num_retries = 0
         """`Client.num_retries` of the client that joined last."""
@@ -274,15 +257,18 @@ class Generation:
     def leave(self, client: Client) -> None:
         """A client waits no more. A running turn without clients is aborted later."""
         self._clients.remove(client)
-        self._release_slots()
+        self._settle()
         if not self._clients and not self.task.done():
             self._abort_timer = asyncio.get_running_loop().call_later(ABANDONED_S, self.abort)
 
-    def _release_slots(self) -> None:
-        """Give back the slots that neither a client nor the running turn needs."""
+    def _settle(self) -> None:
+        """Give back the slots that neither a client nor the running turn needs, and tell when the turn is closed."""
         while self._num_slots > max(len(self._clients), not self.task.done()):
             self._slots.release()
             self._num_slots -= 1
+        if not self.is_open and self.on_closed is not None:
+            on_closed, self.on_closed = self.on_closed, None
+            on_closed()
 
     def set_delivered(self) -> None:
         """A client was there until the end of the reply."""
@@ -291,21 +277,24 @@ class Generation:
 
 # -- Turns ------------------------------------------------------------------------------------------
 
-MAX_FINISHED_TURNS = 256
-"""Number of finished turns that are kept for requests that are repeated. Older turns are read from the record."""
+MAX_REFUSED = 256
+"""Number of different requests without a turn that are remembered. The oldest is forgotten."""
 FAILURES = (ErrorKind.OVERLOADED, ErrorKind.INTERNAL)
 """Errors for which the program is not responsible."""
 
 
 class Turns:
-    """The turns that this process has started for a session, by the fingerprints of their requests."""
+    """The turns of a session by the fingerprints of their requests: turns that are open, and those in the record."""
 
-    def __init__(self, recorded: RecordedTurns) -> None:
-        """`recorded`: turns of earlier processes. It gets the turns that are forgotten here."""
-        self._recorded = recorded
-        self._turns = dict[bytes, list[Generation]]()
-        self._order = deque[tuple[bytes, Generation]]()
-        """All turns, the oldest first, except that a turn that was still open may stand later."""
+    def __init__(self, graph: TrajectoryGraph) -> None:
+        """`graph`: the record. Call `restore` for turns of an earlier process."""
+        self._graph = graph
+        self._open = dict[bytes, list[Generation]]()
+        """Turns that are being generated, or that a client waits for or receives."""
+        self._last = dict[bytes, int]()
+        """The last recorded turn of each request."""
+        self._undelivered = dict[bytes, list[int]]()
+        """The recorded turns of each request that are not open and have perhaps not reached their clients."""
         self._refused = Counter[tuple[bytes, int]]()
         """Number of requests without a turn that have not been sent again, by fingerprint and `Client.num_retries`."""
         self.failure: Exception | None = None
@@ -314,35 +303,58 @@ class Turns:
         """
 
     def __iter__(self) -> Iterator[Generation]:
-        return (turn for turns in self._turns.values() for turn in turns)
+        """The open turns."""
+        return (turn for turns in list(self._open.values()) for turn in turns)
 
     @property
     def is_aborting(self) -> bool:
         """Whether a turn was aborted and has not ended. It counts as a turn of the session until then."""
-        return any(turn.is_aborting for _, turn in self._order)
+        return any(turn.is_aborting for turn in self)
+
+    def restore(self) -> None:
+        """Know the turns of an earlier process. It is not known whether they have reached their clients."""
+        for node in self._graph.nodes:
+            if node.sampled and (digest := (node.message or {}).get("request", {}).get("digest")):
+                self._add_recorded(bytes.fromhex(digest), node.id, is_delivered=False)
+
+    def continue_with(self, graph: TrajectoryGraph) -> None:
+        """Continue after the record was read again into `graph`. Turns that were running are being aborted."""
+        self._graph = graph
 
     def find(self, client: Client) -> Generation | Node | None:
         """The turn of a request that was sent before, or None if the request needs a turn of its own.
 
-        A turn without a client comes first: the request is probably that of the client which has left. Then comes a
-        turn of its own for a request that failed or was refused, and is sent again. Otherwise, a client that does not
-        say that it repeats its request wants another sample. A Node is a recorded turn, see `RecordedTurns`. If it has
-        perhaps not reached its client, it comes before turns that have reached their clients.
+        A Node is a recorded turn. A turn without a client comes first: the request is probably that of the client which
+        has left. If a conversation continues a recorded turn, its client has received it. Then comes a turn of its own
+        for a request that failed or was refused, and is sent again. Otherwise, a client that does not say that it
+        repeats its request wants another sample.
 
         A request that was refused before it was read is not known, because there were too many connections, for
         example. When it is sent again without an id, it gets the turn of an equal request if there is one.
         """
         fingerprint = client.fingerprint
-        known = [turn for turn in self._turns.get(fingerprint, []) if not turn.has_failed]
-        if (abandoned := next((turn for turn in known if turn.is_abandoned), None)) is not None:
+        opened = [turn for turn in self._open.get(fingerprint, []) if not turn.has_failed]
+        if (abandoned := next((turn for turn in opened if turn.is_abandoned), None)) is not None:
             return abandoned
-        waiting = self._recorded.find_undelivered(fingerprint)
+        waiting = self._find_undelivered(fingerprint)
         if not client.is_retry or (not client.has_id and self._take_refused(client)):
             return waiting
-        undelivered = [turn for turn in known if not turn.is_delivered]
+        undelivered = [turn for turn in opened if not turn.is_delivered]
         if not undelivered and waiting is not None:
             return waiting
-        return next(reversed(undelivered or known), None) or self._recorded.find_last(fingerprint)
+        if undelivered or opened:
+            return (undelivered or opened)[-1]
+        last = self._last.get(fingerprint)
+        return None if last is None else self._graph.node(last)
+
+    def _find_undelivered(self, fingerprint: bytes) -> Node | None:
+        """The first turn of a request that has perhaps not reached its client: no conversation continues it."""
+        waiting = self._undelivered.get(fingerprint)
+        while waiting:
+            if not self._graph.children(waiting[0]):
+                return self._graph.node(waiting[0])
+            del waiting[0]
+        return None
 
     @contextlib.contextmanager
     def refusals_of(self, client: Client) -> Iterator[None]:
@@ -351,26 +363,22 @@ class Turns:
             yield
         except BaseException as error:
             self._note_failure(error)
-            if not client.has_id:  # no other request has its fingerprint
-                self._add_refused(client.fingerprint, client.num_retries)
+            self._add_refused(client, client.num_retries)
             raise
 
     def note_refusal(self, client: Client) -> None:
         """Note that a request was refused before `find`. If it was sent before, its turn may be known."""
         if self._take_refused(client) or not client.is_retry:
-            self._add_refused(client.fingerprint, client.num_retries)
+            self._add_refused(client, client.num_retries)
 
     @contextlib.contextmanager
     def arriving(self, slots: Slots) -> Iterator[None]:
         """Count a request while it is read. Raises GatewayError if it can have no slot."""
         # A request that joins a running turn without a client needs no slot.
         if slots.is_full and not any(turn.is_abandoned and not turn.task.done() for turn in self):
-            slots.require_free()
-        slots.begin_arrival()
-        try:
+            slots.take()  # raises the error
+        with slots.arrivals.held():
             yield
-        finally:
-            slots.end_arrival()
 
     def _take_refused(self, client: Client) -> bool:
         """Whether an equal request has failed or was refused, and was probably that of the client. Each counts once.
@@ -386,53 +394,42 @@ class Turns:
             if not self._refused[key]:
                 del self._refused[key]
             return True
-        turns = self._turns.get(fingerprint, [])
-        failed = next((turn for turn in turns if turn.has_failed and turn.num_retries < num_retries), None)
-        if failed is not None:
-            turns.remove(failed)
-        return failed is not None
+        failed = [turn for turn in self._open.get(fingerprint, []) if turn.has_failed and not turn.is_sent_again]
+        if (turn := next((turn for turn in failed if turn.num_retries < num_retries), None)) is not None:
+            turn.is_sent_again = True
+        return turn is not None
 
-    def _add_refused(self, fingerprint: bytes, num_retries: int) -> None:
-        self._refused[fingerprint, num_retries] += 1
-        if len(self._refused) > MAX_FINISHED_TURNS:
+    def _add_refused(self, client: Client, num_retries: int) -> None:
+        if client.has_id:
+            return  # no other request has its fingerprint
+        self._refused[client.fingerprint, num_retries] += 1
+        if len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]  # the oldest
 
-    def add(self, fingerprint: bytes, turn: Generation) -> None:
-        """Add a turn, and forget old turns, so that the session does not keep the texts of all its turns."""
-        self._turns.setdefault(fingerprint, []).append(turn)
-        failure = self.failure
+    def add(self, client: Client, turn: Generation) -> None:
+        """Add the turn of a client, which is open. A recorded turn that is open has perhaps not reached its client."""
+        fingerprint, failure = client.fingerprint, self.failure
+        self._open.setdefault(fingerprint, []).append(turn)
+        if turn.node_id in (waiting := self._undelivered.get(fingerprint, [])):
+            waiting.remove(turn.node_id)
         turn.task.add_done_callback(lambda task: self._note_end(task, failure))
-        self._order.append((fingerprint, turn))
-        for _ in range(2):  # one more than was added, because one of them may be open
-            if len(self._order) > MAX_FINISHED_TURNS:
-                self._forget(*self._order.popleft())
+        turn.on_closed = lambda: self._close(client, turn)
 
-    def _forget(self, fingerprint: bytes, turn: Generation) -> None:
-        """Forget a turn, unless it is open."""
-        if turn.is_open:
-            self._order.append((fingerprint, turn))
-            return
-        turns = self._turns.get(fingerprint, [])
-        if turn in turns:  # otherwise, the turn has failed, and its request was sent again
-            turns.remove(turn)
-            self._hand_over(fingerprint, turn)
+    def _close(self, client: Client, turn: Generation) -> None:
+        """Keep of a turn that is open no more what the next equal request needs: the record has the turn."""
+        turns = self._open[client.fingerprint]
+        turns.remove(turn)
         if not turns:
-            self._turns.pop(fingerprint, None)
+            del self._open[client.fingerprint]
+        if turn.node_id is not None:
+            self._add_recorded(client.fingerprint, turn.node_id, is_delivered=turn.is_delivered)
+        elif not turn.is_sent_again:
+            self._add_refused(client, turn.num_retries)
 
-    def continue_with(self, graph: TrajectoryGraph) -> None:
-        """Continue after the record was read again into `graph`. Turns that were running have been aborted."""
-        self._recorded.continue_with(graph)
-        for fingerprint, turns in self._turns.items():
-            for turn in [turn for turn in turns if not turn.task.done()]:
-                turns.remove(turn)
-                self._hand_over(fingerprint, turn)
-
-    def _hand_over(self, fingerprint: bytes, turn: Generation) -> None:
-        """Note what the next equal request needs of a turn that is not kept."""
-        if turn.node_id is None:
-            self._add_refused(fingerprint, turn.num_retries)
-        else:
-            self._recorded.add(fingerprint, turn.node_id, is_delivered=turn.is_delivered)
+    def _add_recorded(self, fingerprint: bytes, node: int, *, is_delivered: bool) -> None:
+        self._last[fingerprint] = max(node, self._last.get(fingerprint, node))
+        if not is_delivered:
+            self._undelivered.setdefault(fingerprint, []).append(node)
 
     def _note_end(self, task: asyncio.Task[AssistantTurn], failure: Exception | None) -> None:
         """Note how a turn has ended. `failure`: the value of the attribute when the turn was added."""
@@ -449,55 +446,3 @@ class Turns:
         kind = as_gateway_error(error).kind
         if kind in FAILURES or (kind is ErrorKind.CONTEXT_OVERFLOW and self.failure is None):
             self.failure = error
-
-
-class RecordedTurns:
-    """Recorded turns of a session that `Turns` does not keep: turns of earlier processes, and forgotten turns.
-
-    By the fingerprints of their requests.
-    """
-
-    def __init__(self, graph: TrajectoryGraph) -> None:
-        self._graph = graph
-        self._last = dict[str, int]()
-        """The last turn of each request. Keys are fingerprints as hexadecimal text."""
-        self._undelivered = dict[str, deque[int]]()
-        """The turns of each request that have perhaps not reached their clients."""
-
-    def restore(self) -> None:
-        """Add the turns of an earlier process. It is not known whether they have reached their clients."""
-        for node in self._graph.nodes:
-            if node.sampled and (digest := (node.message or {}).get("request", {}).get("digest")):
-                self._last[digest] = node.id
-                self._undelivered.setdefault(digest, deque()).append(node.id)
-
-    def continue_with(self, graph: TrajectoryGraph) -> None:
-        """Use another graph that has the same turns."""
-        self._graph = graph
-
-    def add(self, fingerprint: bytes, node: int, *, is_delivered: bool) -> None:
-        """Add a turn. `is_delivered`: whether a client has received it."""
-        digest = fingerprint.hex()
-        self._last[digest] = max(node, self._last.get(digest, node))
-        if not is_delivered:
-            self._undelivered.setdefault(digest, deque()).append(node)
-
-    def find_undelivered(self, fingerprint: bytes) -> Node | None:
-        """The first turn of a request that has perhaps not reached its client: no conversation continues it."""
-        waiting = self._undelivered.get(fingerprint.hex())
-        while waiting:
-            if not self._graph.children(waiting[0]):
-                return self._graph.node(waiting[0])
-            waiting.popleft()
-        return None
-
-    def find_last(self, fingerprint: bytes) -> Node | None:
-        """The last turn of a request."""
-        node = self._last.get(fingerprint.hex())
-        return None if node is None else self._graph.node(node)
-
-    def take(self, fingerprint: bytes, node: Node) -> None:
-        """Note that `Turns` keeps a turn again."""
-        waiting = self._undelivered.get(fingerprint.hex(), ())
-        if node.id in waiting:
-            waiting.remove(node.id)  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ import orjson
 
 from verl_server.agent.tools.parsing import closes_thought, opens_thought
 from verl_server.gateway.conversation import TurnRequest
-from verl_server.gateway.dialects.schemas import referenced
+from verl_server.gateway.dialects.base import referenced
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.turn_text.splitting import (
     CALL_END,

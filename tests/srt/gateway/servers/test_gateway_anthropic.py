@@ -35,7 +35,7 @@ from transformers import AutoTokenizer
 from verl_server import VerlEngine
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
-from verl_server.gateway.conversation import AssistantTurn, ToolUse, TurnRequest, message_of, whole_delta
+from verl_server.gateway.conversation import AssistantTurn, ToolUse, TurnDelta, TurnRequest, message_of
 from verl_server.gateway.dialects.anthropic import AnthropicDialect
 from verl_server.gateway.dialects.chat import ChatDialect
 from verl_server.gateway.errors import ErrorKind, GatewayError
@@ -344,7 +344,8 @@ def test_a_stream_and_a_reply_have_the_same_content(turn: AssistantTurn, kinds: 
     reply = as_official(Message, DIALECT.reply(request, turn))
     assert ([block.type for block in reply.content], reply.stop_reason) == (kinds, stop_reason)
     ours = DIALECT.open_stream(request, "id")
-    events = [*ours.begin(10), *ours.add(whole_delta(turn)), *ours.end(turn)]
+    delta = TurnDelta(turn.reasoning, turn.text, turn.token_ids, turn.logprobs, turn.tokens)
+    events = [*ours.begin(10), *ours.add(delta), *ours.end(turn)]
 
     def answer(_: httpx2.Request) -> httpx2.Response:
         content = b"".join(event.encode() for event in events)
@@ -513,7 +514,7 @@ def test_tools_and_parameters() -> None:
 
 
 BROKEN_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": 5}}
-LARGE_FORMAT = {"type": "json_schema", "schema": {"type": "string", "maxLength": 1001}}
+LARGE_FORMAT = {"type": "json_schema", "schema": {"type": "string", "pattern": "a?" * 13}}
 DEEP: Any = {}
 for _ in range(250):
     DEEP = {"a": DEEP}
@@ -537,9 +538,9 @@ for _ in range(250):
         ({"tools": [{"name": "add"}]}, "tools.0: 'input_schema' must be"),
         ({"tools": [{"name": "add", "input_schema": DEEP}]}, "'input_schema' has too many levels"),
         ({"stream": "yes"}, "'stream' must be"),
-        ({"stop_sequences": [""]}, "'stop_sequences' must be"),
+        ({"stop_sequences": [""]}, "'stop_sequences' must have at least 1 character"),
         ({"output_config": {"format": {"type": "text"}}}, "'output_config.format' must"),
-        ({"output_config": {"format": LARGE_FORMAT}}, "'schema' has a 'maxLength' that is too large"),
+        ({"output_config": {"format": LARGE_FORMAT}}, "'schema' has regular expressions that are too large"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], culprit: str) -> None:

@@ -23,7 +23,7 @@ from verl_server.errors import ShutDownError
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import ErrorKind, GatewayError
-from verl_server.gateway.sessions.turns import Client, Generation, RecordedTurns, Turns
+from verl_server.gateway.sessions.turns import Client, Generation, Turns
 from verl_server.gateway.turn_text.splitting import TurnProgress
 from verl_server.tiny import make_vision_model
 from verl_server.trajectory import ChatRenderer, ForkReason, TrajectoryGraph, get_renderer, image_data_url, load_session
@@ -165,8 +165,19 @@ def test_an_idempotency_key_tells_equal_requests_apart(start: Callable[..., Gate
         assert num_turns(gateway) == 2
 
 
-def no_recorded_turns() -> RecordedTurns:
-    return RecordedTurns(TrajectoryGraph("s"))
+def graph_with_turns(count: int) -> TrajectoryGraph:
+    """Turns after the same prompt."""
+    graph = TrajectoryGraph("s")
+    for number in range(count):
+        reason = ForkReason.SAMPLE if number else None
+        graph.add_node(None, [1], sampled=True, fork_reason=reason, logprobs=[-1.0], spans=[Span(1, 0, 1)])
+    return graph
+
+
+def progress_of(renderer: ChatRenderer, node_id: int | None) -> TurnProgress:
+    progress = TurnProgress(renderer, (), TurnRequest("", ()), {})
+    progress.node_id = node_id
+    return progress
 
 
 def test_the_retry_of_a_request_without_a_turn_gets_a_turn_of_its_own(tiny: Callable[..., Path]) -> None:
@@ -180,39 +191,44 @@ async def find_turns_after_failures(renderer: ChatRenderer) -> None:
             raise ValueError("the engine has died")
         return AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
 
-    graph = TrajectoryGraph("s")
-    node, recorded = (
-        graph.add_node(None, [1], sampled=True, logprobs=[-1.0], spans=[Span(1, 0, 1)]),
-        RecordedTurns(graph),
-    )
-    progress, turns = TurnProgress(renderer, (), TurnRequest("", ()), {}), Turns(recorded)
-    generations = [Generation(turn(fails), 1, progress) for fails in (False, True, False)]
+    graph = graph_with_turns(3)
+    turns = Turns(graph)
+    generations = [Generation(turn(node is None), 1, progress_of(renderer, node)) for node in (0, None, 2)]
     for generation in generations:
-        turns.add(b"a", generation)
-    await asyncio.gather(*(generation.task for generation in generations), return_exceptions=True)
-    with pytest.raises(GatewayError), turns.refusals_of(Client(b"a")):
-        raise GatewayError(ErrorKind.TOO_MANY_REQUESTS, "the session has too many open requests")
+        turns.add(Client(b"a"), generation)
     with generations[0].join(), generations[2].join():
+        await asyncio.gather(*(generation.task for generation in generations), return_exceptions=True)
+        with pytest.raises(GatewayError), turns.refusals_of(Client(b"a")):
+            raise GatewayError(ErrorKind.TOO_MANY_REQUESTS, "the session has too many open requests")
         generations[0].set_delivered()
         generations[2].set_delivered()
         assert turns.find(Client(b"a", num_retries=1)) is None, "the retry of the refused request"
         assert turns.find(Client(b"a", num_retries=1)) is None, "the retry of the failed request"
-        recorded.add(b"a", node.id, is_delivered=False)
-        assert turns.find(Client(b"a", num_retries=1)) is node, "a recorded turn comes before a received turn"
-        recorded.take(b"a", node)
         assert turns.find(Client(b"a", num_retries=1)) is generations[2]
+        turns._add_recorded(b"a", 1, is_delivered=False)
+        assert turns.find(Client(b"a", num_retries=1)) is graph.node(1), "it comes before a received turn"
+        again = Generation(turn(False), 1, progress_of(renderer, 1))
+        turns.add(Client(b"a"), again)
+        with again.join():
+            again.set_delivered()
+            assert turns.find(Client(b"a")) is None, "the turn is open"
+            assert turns.find(Client(b"a", num_retries=1)) is again
+            await again.wait()
+        await asyncio.sleep(0)
+        assert turns.find(Client(b"a")) is None, "the turn is delivered"
+        assert turns.find(Client(b"a", num_retries=1)) is generations[2]
+    assert turns.find(Client(b"a")) is None
+    assert turns.find(Client(b"a", num_retries=1)) is graph.node(2), "the last turn"
+    assert list(turns) == []
 
 
 def test_a_repeated_request_gets_its_latest_recorded_turn() -> None:
     """Turns are not forgotten in the order in which they were recorded."""
-    graph, recorded = TrajectoryGraph("s"), no_recorded_turns()
-    for number in range(3):
-        reason = ForkReason.SAMPLE if number else None
-        graph.add_node(None, [1], sampled=True, fork_reason=reason, logprobs=[-1.0], spans=[Span(1, 0, 1)])
-    recorded.continue_with(graph)
+    graph, turns = graph_with_turns(3), Turns(TrajectoryGraph("s"))
+    turns.continue_with(graph)
     for node in (0, 2, 1):
-        recorded.add(b"a", node, is_delivered=True)
-    assert recorded.find_last(b"a") is graph.node(2)
+        turns._add_recorded(b"a", node, is_delivered=True)
+    assert turns.find(Client(b"a", num_retries=1)) is graph.node(2)
 
 
 def test_a_retry_gets_the_turn_whose_client_has_left(tiny: Callable[..., Path]) -> None:
@@ -226,10 +242,10 @@ async def find_turns(renderer: ChatRenderer) -> None:
         raise AssertionError
 
     progress = TurnProgress(renderer, (), TurnRequest("", ()), {})
-    turns, generations = Turns(no_recorded_turns()), [Generation(turn(), 1, progress) for _ in range(3)]
+    turns, generations = Turns(TrajectoryGraph("s")), [Generation(turn(), 1, progress) for _ in range(3)]
     try:
         for generation in generations:
-            turns.add(b"a", generation)
+            turns.add(Client(b"a"), generation)
         assert turns.find(Client(b"b", num_retries=1)) is None
         with generations[0].join(), generations[2].join():
             with generations[1].join():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import os
 import re
 import threading
-from collections.abc import Sequence
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from test_gateway import ADD, SHORT, ask, gateway, generate, graph_of, openai_cl
 
 from verl_server.gateway import Gateway
 from verl_server.gateway.errors import GatewayError
-from verl_server.gateway.http.ui import SessionPages
+from verl_server.gateway.http import routes
+from verl_server.gateway.threads import OneAtATime
 from verl_server.trajectory.recorder import Recorder
 
 __all__ = ["gateway", "generate"]
@@ -88,54 +90,41 @@ def test_the_view_has_the_kinds_of_conversations_and_the_refused_prompts(gateway
     assert re.search("<h2>Notes</h2>\n<ul><li>refused: limit max_context_tokens", page)
 
 
-def test_a_page_is_rendered_once_and_not_for_a_client_that_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The function that decodes tokens counts the renders."""
-    renders = list[str]()
+def test_pages_are_rendered_one_at_a_time_and_not_for_a_client_that_has_left() -> None:
+    running, renders = list[str](), list[int]()
 
-    def decode(token_ids: Sequence[int]) -> str:
-        renders.append(threading.current_thread().name)
-        return "a"
+    def render() -> str:
+        running.append(threading.current_thread().name)
+        renders.append(len(running))
+        time.sleep(0.01)
+        return running.pop()
 
-    for name in ("a", "b"):
-        with Recorder(tmp_path, name) as recorder:
-            recorder.add_node(None, [1, 2, 3], sampled=False)
-    file, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-
-    async def leaves() -> bool:
-        return True
-
-    async def stays() -> bool:
-        return False
+    async def leaves(has_left: bool) -> bool:
+        return has_left
 
     async def run() -> None:
-        pages = SessionPages(decode)
-        assert await pages.get(file, leaves) is None
-        assert not renders
-        found = await asyncio.gather(*[pages.get(file, stays) for _ in range(8)])
-        assert len(set(found)) == 1
-        num_calls = len(renders)
-        assert num_calls > 0
-        assert await pages.get(file, leaves) == found[0]
-        assert len(renders) == num_calls
-        assert await pages.get(other, stays) is not None
-        assert await pages.get(file, leaves) == found[0], "both pages are kept"
-        monkeypatch.setattr("verl_server.gateway.http.ui.MAX_CACHED_BYTES", 1)
-        pages = SessionPages(decode)
-        assert await pages.get(file, stays) == await pages.get(file, leaves), "the latest page is kept"
-        assert await pages.get(other, stays) is not None
-        assert await pages.get(file, leaves) is None
-        monkeypatch.setattr("verl_server.gateway.http.ui.MAX_TOKENS", 2)
-        with pytest.raises(GatewayError, match="more than 2 tokens; `verl-server trajectory show --html`"):
-            await SessionPages(decode).get(file, stays)
-        with file.open("ab") as record:
-            record.truncate((1 << 20) + 1)
-        monkeypatch.setattr("verl_server.gateway.http.ui.MAX_RECORD_BYTES", 1 << 20)
-        with pytest.raises(GatewayError, match="more than 1 MiB; `verl-server trajectory show --html`"):
-            await SessionPages(decode).get(file, stays)
+        pages = OneAtATime()
+        calls = [pages.call(functools.partial(leaves, has_left), render) for has_left in (False, True, False)]
+        found = await asyncio.gather(*calls)
+        assert [name is None for name in found] == [False, True, False]
+        assert renders == [1, 1]
+        assert threading.current_thread().name not in found
 
     asyncio.run(run())
+
+
+def test_a_record_that_is_too_long_has_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Recorder(tmp_path, "a") as recorder:
+        recorder.add_node(None, [1, 2, 3], sampled=False)
+    file = tmp_path / "a.jsonl"
+    monkeypatch.setattr(routes, "MAX_SHOWN_TOKENS", 2)
+    with pytest.raises(GatewayError, match="more than 2 tokens; `verl-server trajectory show --html`"):
+        routes._render(file, str)
+    with file.open("ab") as record:
+        record.truncate((1 << 20) + 1)
+    monkeypatch.setattr(routes, "MAX_RECORD_BYTES", 1 << 20)
+    with pytest.raises(GatewayError, match="more than 1 MiB; `verl-server trajectory show --html`"):
+        routes._render(file, str)
 
 
 @needs_browser
