@@ -1,18 +1,16 @@
-"""Checks of a machine: hardware, memory, limits, what ended servers left, network."""
+"""Checks of a machine: accelerators, memory, limits, what ended servers left, proxies."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
-import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,9 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from verl_server.doctor.report import Finding, fail, gib, ok, warn
+from verl_server.doctor.report import Finding, check_amount, fail, gib, ok, warn
 from verl_server.platforms.limits import available_memory, container_memory
-from verl_server.server.warden.processes import SHM_DIR, SHM_NAMES, find_shared_memory, has_pidfds
+from verl_server.server.warden.processes import SHM_DIR, SHM_NAMES, find_shared_memory
 
 # -- Hardware ---------------------------------------------------------------------------------------
 # Reads the accelerators and CPU cores of this machine from torch, the NVIDIA driver and nvidia-smi.
@@ -115,39 +113,103 @@ def visible(gpus: tuple[Gpu, ...], chosen: str | None) -> tuple[Gpu, ...]:
     return tuple(gpus[int(part)] for part in parts)
 
 
+# -- Compute ----------------------------------------------------------------------------------------
+# Checks of the accelerators and of their free memory.
+
+#: Share of a GPU's memory that may be in use before the check warns.
+IN_USE_SHARE = 0.15
+
+
+def check_accelerator(hardware: Hardware) -> Finding:
+    """Check whether torch can use the accelerator of this machine."""
+    title, driver, torch_cuda = "Accelerator", hardware.driver_cuda, hardware.torch_cuda
+    if hardware.accelerator is not None:
+        names = ", ".join(sorted({gpu.name for gpu in hardware.gpus})) or hardware.accelerator
+        cuda = f", driver supports CUDA {_dotted(driver)}, torch for {torch_cuda}" if driver and torch_cuda else ""
+        return ok(title, f"{hardware.devices} x {names}{cuda}")
+    if not hardware.nvidia_device or hardware.hidden:
+        reason = "hidden by CUDA_VISIBLE_DEVICES" if hardware.nvidia_device else "none"
+        if hardware.cores > 1:
+            return ok(title, f"{reason}; servers will use the CPU platform with {hardware.cores} cores")
+        return warn(
+            title,
+            f"{reason}, and only one CPU core",
+            symptom="the server and the trainer share one core: a server takes minutes to start",
+            fix="Give the machine or the container at least two cores.",
+        )
+    if torch_cuda is None:
+        problem = "torch was built without CUDA"
+        fix = "Install the CUDA build of torch: on Linux, `pip install torch` without an index URL."
+    elif driver is None:
+        problem = "the driver library libcuda.so.1 cannot be loaded"
+        fix = "Start the container with the NVIDIA runtime (docker run --gpus all), or install the NVIDIA driver."
+    elif driver[0] < int(torch_cuda.partition(".")[0]):
+        problem = f"the driver supports CUDA {_dotted(driver)} and torch needs {torch_cuda}"
+        fix = f"Update the driver, or install a torch built for CUDA {driver[0]}."
+    else:
+        problem = "torch cannot use it"
+        fix = "Run `python -c 'import torch; torch.cuda.init()'` and `nvidia-smi`; one of them prints the reason."
+    symptom = "the server runs on the CPU, or ends with a CUDA error"
+    return fail(title, f"this machine has an NVIDIA GPU, but {problem}", symptom=symptom, fix=fix)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def check_gpu_memory(gpus: tuple[Gpu, ...]) -> list[Finding]:
+    """Check that the memory of the GPUs is free before a server starts."""
+    return [
+        warn(
+            f"GPU {index}",
+            f"{gib(gpu.total - gpu.free)} of {gib(gpu.total)} are already in use",
+            symptom="Not enough memory. Please try to increase --mem-fraction-static",
+            fix="Find the processes with nvidia-smi and end them. If a colocated trainer uses the memory, lower "
+            "--mem-fraction-static.",
+        )
+        for index, gpu in enumerate(gpus)
+        if gpu.total - gpu.free > gpu.total * IN_USE_SHARE
+    ]
+
+
+def examine_compute(hardware: Hardware) -> list[Finding]:
+    """Check the accelerators and their free memory."""
+    return [check_accelerator(hardware), *check_gpu_memory(hardware.gpus)]
+
+
 # -- Memory -----------------------------------------------------------------------------------------
 # Checks of the memory of this machine and of /dev/shm.
 
-SHM_FAIL_BYTES = 32 * 2**20
-SHM_WARN_BYTES = 2**30
 #: Bytes of a server without weights: three processes of about 1.1 GB each, much of it shared.
 SERVER_BYTES = 2 * 2**30
 
 
 def check_shared_memory(total: int, free: int) -> Finding:
     """Check the size of /dev/shm, in bytes. NCCL, multiprocessing and torch use it; weights do not, they use memfd."""
-    detail = f"{gib(total)}, {gib(free)} free"
-    symptom = "with more than one rank: Bus error, or NCCL: No space left on device"
-    fix = (
-        "Enlarge /dev/shm: docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of medium Memory."
+    return check_amount(
+        "/dev/shm",
+        f"{gib(total)}, {gib(free)} free",
+        free,
+        minimum=32 * 2**20,
+        recommended=2**30,
+        symptom="with more than one rank: Bus error, or NCCL: No space left on device",
+        fix="Enlarge /dev/shm: docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of medium "
+        "Memory.",
     )
-    if free < SHM_FAIL_BYTES:
-        return fail("/dev/shm", detail, symptom=symptom, fix=fix)
-    if free < SHM_WARN_BYTES:
-        return warn("/dev/shm", detail, symptom=symptom, fix=fix)
-    return ok("/dev/shm", detail)
 
 
 def check_memory(available: int, limit: int | None = None) -> Finding:
     """Check the available memory, in bytes. `limit` is the memory limit of the container, None without one."""
-    detail = f"{gib(available)} available" + (f" (container limit {gib(limit)})" if limit is not None else "")
-    symptom = "the server ends during its start with `killed by SIGKILL` and nothing in its log"
-    fix = "Free memory, or raise the memory limit of the container."
-    if available < SERVER_BYTES:
-        return fail("Memory", f"{detail}; a server without weights needs {gib(SERVER_BYTES)}", symptom=symptom, fix=fix)
-    if available < 2 * SERVER_BYTES:
-        return warn("Memory", f"{detail}, enough for small models only", symptom=symptom, fix=fix)
-    return ok("Memory", detail)
+    container = "" if limit is None else f" (container limit {gib(limit)})"
+    return check_amount(
+        "Memory",
+        f"{gib(available)} available{container}; a server without weights needs {gib(SERVER_BYTES)}",
+        available,
+        minimum=SERVER_BYTES,
+        recommended=2 * SERVER_BYTES,
+        symptom="the server ends during its start with `killed by SIGKILL` and nothing in its log",
+        fix="Free memory, or raise the memory limit of the container.",
+    )
 
 
 def examine_memory() -> list[Finding]:
@@ -161,12 +223,10 @@ def examine_memory() -> list[Finding]:
 
 
 # -- Limits -----------------------------------------------------------------------------------------
-# Checks of operating system limits and of the kernel features that supervision and weight updates need.
+# Checks of operating system limits, and of the memory through which servers read weights.
 
-OPEN_FILES_RECOMMENDED = 65536
-OPEN_FILES_MINIMUM = 4096
-PROCESSES_RECOMMENDED = 4096
-PROCESSES_MINIMUM = 512
+OPEN_FILES = 65536
+PROCESSES = 4096
 UNLIMITED = resource.RLIM_INFINITY
 #: Program of the second process in the test of the staging memory.
 READER = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
@@ -178,47 +238,36 @@ def check_open_files(limit: int, hard: int = UNLIMITED) -> Finding:
 
     `limit` and `hard` are the soft and the hard limit.
     """
-    if limit == UNLIMITED or limit >= OPEN_FILES_RECOMMENDED:
-        return ok("Open files", "unlimited" if limit == UNLIMITED else str(limit))
-    symptom = "with many requests in flight: OSError: Too many open files, or refused connections"
-    can_be_raised = hard == UNLIMITED or hard >= OPEN_FILES_RECOMMENDED
-    fix = (
-        f"ulimit -n {OPEN_FILES_RECOMMENDED}"
+    can_be_raised = hard == UNLIMITED or hard >= OPEN_FILES
+    return check_amount(
+        "Open files",
+        _describe_limit(limit, OPEN_FILES),
+        math.inf if limit == UNLIMITED else limit,
+        minimum=4096,
+        recommended=OPEN_FILES,
+        symptom="with many requests in flight: OSError: Too many open files, or refused connections",
+        fix=f"ulimit -n {OPEN_FILES}"
         if can_be_raised
         else f"Raise the hard limit, now {hard}, in limits.conf, or start the container with --ulimit nofile="
-        f"{OPEN_FILES_RECOMMENDED}."
+        f"{OPEN_FILES}.",
     )
-    detail = f"{limit}, recommended {OPEN_FILES_RECOMMENDED}"
-    if limit < OPEN_FILES_MINIMUM:
-        return fail("Open files", detail, symptom=symptom, fix=fix)
-    return warn("Open files", detail, symptom=symptom, fix=fix)
 
 
 def check_processes(limit: int) -> Finding:
     """Check `ulimit -u`, which counts threads. A server with several ranks has hundreds of threads."""
-    if limit == UNLIMITED or limit >= PROCESSES_RECOMMENDED:
-        return ok("Processes", "unlimited" if limit == UNLIMITED else str(limit))
-    symptom = "RuntimeError: can't start new thread, or Resource temporarily unavailable"
-    fix = f"ulimit -u {PROCESSES_RECOMMENDED}; in a container also raise its limit (docker run --pids-limit)"
-    if limit < PROCESSES_MINIMUM:
-        return fail("Processes", str(limit), symptom=symptom, fix=fix)
-    return warn("Processes", str(limit), symptom=symptom, fix=fix)
-
-
-def check_kernel(system: str, release: str, *, memfd: bool, pidfd: bool) -> Finding:
-    """Check for memfd_create, which weight updates use, and pidfd_open (Linux 5.3), which reports ended processes."""
-    missing = [name for name, there in (("memfd_create", memfd), ("pidfd_open", pidfd)) if not there]
-    if not missing:
-        return ok("Kernel", f"{system} {release}, with memfd_create and pidfd_open")
-    detail = f"{system} {release} without {' and '.join(missing)}"
-    fix = (
-        "Use Linux 5.3 or newer, and a Python that was built for it. In a sandbox, allow these system calls in its "
-        "seccomp profile."
+    return check_amount(
+        "Processes",
+        _describe_limit(limit, PROCESSES),
+        math.inf if limit == UNLIMITED else limit,
+        minimum=512,
+        recommended=PROCESSES,
+        symptom="RuntimeError: can't start new thread, or Resource temporarily unavailable",
+        fix=f"ulimit -u {PROCESSES}; in a container also raise its limit (docker run --pids-limit)",
     )
-    if memfd:
-        symptom = "every server is started as a new program, which takes 15 s and more on a CPU instead of 2 s"
-        return warn("Kernel", detail, symptom=symptom, fix=fix)
-    return fail("Kernel", detail, symptom="weight updates raise UnsupportedError", fix=fix)
+
+
+def _describe_limit(limit: int, recommended: int) -> str:
+    return "unlimited" if limit == UNLIMITED else f"{limit}, recommended {recommended}"
 
 
 def check_staging(problem: str) -> Finding:
@@ -235,39 +284,6 @@ def check_staging(problem: str) -> Finding:
         fix="Run the trainer and the server as the same user in the same container (or with --pid=host). Mount /proc "
         "without hidepid. In a sandbox, allow access to /proc/PID/fd.",
     )
-
-
-def check_temporary_folder(folder: str, problem: str) -> Finding:
-    """Check that each server can have a folder for temporary files.
-
-    `folder` is the folder of this process. `problem` is the error of a test, or "" if a file could be written.
-    """
-    if not problem:
-        return ok("Temporary files", folder)
-    return fail(
-        "Temporary files",
-        problem,
-        symptom="every start of a server raises StartupError",
-        fix="Set TMPDIR to a writable folder. In a container with a read-only root, add one (docker run --tmpfs /tmp).",
-    )
-
-
-def probe_temporary_folder() -> tuple[str, str]:
-    """The folder for temporary files, and the error of writing a file there, "" if that worked."""
-    try:
-        with tempfile.TemporaryFile() as file:
-            file.write(MESSAGE)
-    except OSError as error:
-        return "", str(error)
-    return tempfile.gettempdir(), ""
-
-
-def probe_memfd() -> bool:
-    try:
-        os.close(os.memfd_create("verl_server_doctor"))
-    except (AttributeError, OSError):
-        return False
-    return True
 
 
 def probe_staging() -> str:
@@ -294,11 +310,9 @@ def probe_staging() -> str:
 
 
 def examine_limits() -> list[Finding]:
-    """Check the limits of this process and the kernel."""
+    """Check the limits of this process and its staging memory."""
     return [
-        check_kernel(platform.system(), platform.release(), memfd=probe_memfd(), pidfd=has_pidfds()),
         check_staging(probe_staging()),
-        check_temporary_folder(*probe_temporary_folder()),
         check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0]),
     ]
@@ -485,41 +499,9 @@ def examine_leftovers() -> list[Finding]:
     return [check_leftovers(files, uninspected=uninspected, in_container=is_in_container()), check_orphans(found)]
 
 
-# -- Network ----------------------------------------------------------------------------------------
-# Checks of the network between a trainer and its own server: loopback, IPv6, ports and proxies.
+# -- Proxies ----------------------------------------------------------------------------------------
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-EPHEMERAL_MINIMUM = 4096
-
-
-def check_loopback(problem: str) -> Finding:
-    """Check connections over 127.0.0.1. `problem` is the error of such a connection, or "" if it worked."""
-    if not problem:
-        return ok("Loopback", "connections over 127.0.0.1 work")
-    return fail(
-        "Loopback",
-        problem,
-        symptom="a server cannot bind 127.0.0.1, or never becomes ready",
-        fix="Enable the loopback device (ip link set lo up). In a sandbox, allow local sockets.",
-    )
-
-
-def check_ipv6(available: bool) -> Finding:
-    """Check for IPv6, which only servers with `--host ::` need."""
-    return ok("IPv6", "available" if available else "not available; only --host :: needs it")
-
-
-def check_ephemeral(lowest: int, highest: int) -> Finding:
-    """Check the range of ports for outgoing connections and for servers without a fixed port."""
-    detail = f"{lowest} to {highest}"
-    if highest - lowest >= EPHEMERAL_MINIMUM:
-        return ok("Ports", detail)
-    return warn(
-        "Ports",
-        f"only {highest - lowest + 1} ports, {detail}",
-        symptom="with thousands of requests in flight: Cannot assign requested address",
-        fix="sysctl net.ipv4.ip_local_port_range='32768 60999'",
-    )
 
 
 def check_proxies(env: Mapping[str, str]) -> Finding:
@@ -541,44 +523,3 @@ def check_proxies(env: Mapping[str, str]) -> Finding:
         "(the adapters of this library ignore proxies)",
         fix='export no_proxy="localhost,127.0.0.1,::1${no_proxy:+,$no_proxy}"; export NO_PROXY="$no_proxy"',
     )
-
-
-def probe_loopback() -> str:
-    """Open a connection over 127.0.0.1. Returns the error, or "" if it worked."""
-    try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=5.0),
-        ):
-            server.settimeout(5.0)
-            server.accept()[0].close()
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def probe_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-def probe_ephemeral() -> tuple[int, int]:
-    """Lowest and highest port of the range; the default of Linux if the range cannot be read."""
-    try:
-        lowest, highest = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    except (OSError, ValueError):
-        return 32768, 60999
-    return int(lowest), int(highest)
-
-
-def examine_network() -> list[Finding]:
-    """Check the network of this machine."""
-    return [
-        check_loopback(probe_loopback()),
-        check_ipv6(probe_ipv6()),
-        check_ephemeral(*probe_ephemeral()),
-        check_proxies(os.environ),
-    ]
