@@ -33,7 +33,7 @@ from verl_server.gateway.threads import await_in_loop, call_in_loop, call_in_thr
 from verl_server.server.launch import bind, join_host_port, listen
 from verl_server.server.process import raise_open_file_limit, start_thread
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.view.model import decoder_of
+from verl_server.trajectory.view import decoder_of
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)

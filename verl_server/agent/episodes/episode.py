@@ -26,8 +26,7 @@ from verl_server.agent.user_code import call_user_function
 from verl_server.config import NotNegativeInt
 from verl_server.errors import BadInputError, to_wire
 from verl_server.router.resumable_generation import OnTokens, version_spans
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
+from verl_server.trajectory.graph import ForkReason, Node, NodeFields, Span, TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.messages import Message, copy_json, validate_messages

@@ -13,8 +13,7 @@ from verl_server.agent.limits import EpisodeStopped, Phase, RolloutLimits, measu
 from verl_server.agent.tools.tool import ToolRegistry
 from verl_server.agent.user_code import CURRENT_EPISODE_STATE, wait_until_done
 from verl_server.errors import BadInputError
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import Node
+from verl_server.trajectory.graph import Node, TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.foreign_text import texts_of

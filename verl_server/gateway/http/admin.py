@@ -18,8 +18,7 @@ from verl_server.gateway.health import GatewayHealth, GatewayMetrics
 from verl_server.gateway.http.access import Access
 from verl_server.gateway.sessions.session_store import SessionStore, record_kinds
 from verl_server.gateway.threads import call_in_thread
-from verl_server.trajectory.exports import ExportFormat
-from verl_server.trajectory.exports.files import export_lines
+from verl_server.trajectory.exports import ExportFormat, export_lines
 from verl_server.trajectory.recorder import load_session
 from verl_server.types import Json
 

@@ -21,8 +21,7 @@ from verl_server.gateway.http.access import Access
 from verl_server.gateway.sessions.session_store import SessionInfo, SessionStore, record_kinds
 from verl_server.gateway.threads import call_in_thread
 from verl_server.trajectory.recorder import load_session
-from verl_server.trajectory.view.model import DecodeFn, make_session_view, visible
-from verl_server.trajectory.view.output import render_page
+from verl_server.trajectory.view import DecodeFn, make_session_view, render_page, visible
 from verl_server.types import Json
 
 # -- Pages ------------------------------------------------------------------------------------------
