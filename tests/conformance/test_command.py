@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 
 from verl_server import HttpServerEngineAdapter
 from verl_server.cli.app import app
-from verl_server.conformance.cases import CASES, Case, CaseResult, ModelKind, Outcome
+from verl_server.conformance.cases import Case, CaseResult, ModelKind, Outcome
 from verl_server.conformance.reference import Reference
 from verl_server.conformance.suite import (
+    CASES,
     ENGINE_NAMES,
     SystemReport,
     as_markdown,

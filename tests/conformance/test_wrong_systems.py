@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server.conformance.cases import CASES, Case, CaseResult, Outcome, ServedWeights, Trial, faults
+from verl_server.conformance.cases import Case, CaseResult, Outcome, ServedWeights, Trial, faults
 from verl_server.conformance.reference import Reference
+from verl_server.conformance.suite import CASES
 from verl_server.conformance.systems import CheckFailedError, Reply, System, without_paths
 from verl_server.conformance.systems.sglang import VerlEngineSystem
 from verl_server.conformance.worker import run_case

@@ -328,15 +328,15 @@ def test_files_of_vllm_that_no_process_maps_are_leftovers() -> None:
         for path in paths:
             path.write_bytes(b"x" * 4096)
             os.utime(path, (time.time() - 3600,) * 2)
-        assert set(names) <= set(machine.leftovers()[0])
+        assert set(names) <= set(machine.leftovers())
         for path in paths:
             with subprocess.Popen(
                 [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             ) as user:
                 assert user.stdout is not None
                 assert user.stdout.readline() == b"mapped\n"
-                assert set(names) - {path.name} <= set(machine.leftovers()[0])
-                assert path.name not in machine.leftovers()[0]
+                assert set(names) - {path.name} <= set(machine.leftovers())
+                assert path.name not in machine.leftovers()
         assert all(path.exists() for path in paths), "the doctor removes nothing"
     finally:
         for path in paths:

@@ -326,8 +326,6 @@ MAX_NAMES = 8
 LEFTOVER_AGE_S = 600.0
 #: Seconds after which an orphan must still live. The processes of a server that is being stopped end within this time.
 ORPHAN_RECHECK_S = 1.0
-#: `/proc/self/ns/pid` of a process that sees all processes of the machine (PROC_PID_INIT_INO of the kernel).
-INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 #: Programs that become the parent of orphaned processes, at any depth of the process tree.
 INIT_PROGRAMS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "s6-svscan")
 #: Programs that start servers. As PID 1 of a container they are the launcher, so their children are not orphans.
@@ -353,28 +351,18 @@ def check_orphans(processes: list[Process]) -> Finding:
     The launcher starts these processes as its children. The kernel makes them children of an init program when the
     launcher has ended; from then on no process sends them requests. vLLM's workers are children of its engine.
     """
-    names = {process.pid: process.name for process in processes}
     orphans = _orphans(processes)
     if not orphans:
         return ok("Orphaned servers", "none")
     pids = " ".join(str(process.pid) for process in orphans)
-    parents = sorted({_describe_parent(process, names) for process in orphans} - {""})
     engines = " and ".join(sorted({process.name.partition("::")[0] + "::" for process in orphans}))
-    # vLLM's processes end at SIGTERM, and their resource tracker then removes their files in shared memory.
-    only_vllm = all(process.name.startswith(VLLM_TITLES) for process in orphans)
     return warn(
         "Orphaned servers",
-        f"{len(orphans)} {engines} processes whose launcher has ended, because their parent is now "
-        f"{', '.join(parents)}: {pids}",
+        f"{len(orphans)} {engines} processes whose launcher has ended: {pids}",
         symptom="memory stays in use although no server runs; the next start ends with CUDA out of memory",
-        fix=f"kill {pids}; if they live after 10 s, kill -9 {pids}" if only_vllm else f"kill -9 {pids}",
+        # vLLM's processes end at SIGTERM, and their resource tracker then removes their files in shared memory.
+        fix=f"kill {pids}; if they live after 10 s, kill -9 {pids}",
     )
-
-
-def _describe_parent(process: Process, names: dict[int, str]) -> str:
-    """Name and PID of the parent. Empty if the parent is a process of the same server."""
-    name = names.get(process.parent, "")
-    return "" if _is_of_server(name) else f"{name} (PID {process.parent})"
 
 
 def _orphans(processes: list[Process]) -> list[Process]:
@@ -397,29 +385,22 @@ def _is_init(pid: int, name: str) -> bool:
     return name in INIT_PROGRAMS or (pid == 1 and not name.startswith(LAUNCHERS))
 
 
-def check_leftovers(files: dict[str, int], *, uninspected: int = 0, in_container: bool = False) -> Finding:
-    """Check for files in shared memory that no process uses. `files` maps names to bytes.
-
-    `uninspected`: number of processes that may use the files and could not be inspected. `in_container`: whether
-    processes of the machine may be invisible to this process.
-    """
+def check_leftovers(files: dict[str, int]) -> Finding:
+    """Check for files in shared memory that no visible process uses. `files` maps names to bytes."""
     if not files:
         return ok("Leftover files", "none in /dev/shm")
     names = sorted(files, key=lambda name: -files[name])
     paths = " ".join(SHM_DIR + name for name in names[:MAX_NAMES])
-    detail = (
+    return warn(
+        "Leftover files",
         f"{len(names)} in /dev/shm, {gib(sum(files.values()))}: not written for {LEFTOVER_AGE_S / 60:.0f} minutes, and "
-        "no inspected process maps them or has them open"
-        + (f"; {uninspected} processes could not be inspected" if uninspected else "")
-        + (f"; the fix names the {MAX_NAMES} largest" if len(names) > MAX_NAMES else "")
+        "no process that this user can inspect maps them or has them open"
+        + (f"; the fix names the {MAX_NAMES} largest" if len(names) > MAX_NAMES else ""),
+        symptom="free memory shrinks with every run, until an error says: No space left on device",
+        # Processes of other users and of containers that share /dev/shm cannot be inspected.
+        fix=f"If no other process uses them, also in a container that shares /dev/shm (as root: fuser -v {paths}): "
+        f"rm {paths}",
     )
-    fix = f"rm {paths}"
-    if uninspected:
-        fix = f"Find out as root whether a process uses them (fuser -v {paths}). If no process does, remove them."
-    elif in_container:
-        fix = f"If no other container shares this /dev/shm (--ipc=host): {fix}"
-    symptom = "free memory shrinks with every run, until an error says: No space left on device"
-    return warn("Leftover files", detail, symptom=symptom, fix=fix)
 
 
 def processes() -> list[Process]:
@@ -434,45 +415,32 @@ def processes() -> list[Process]:
     return found
 
 
-def leftovers(folder: Path = Path(SHM_DIR)) -> tuple[dict[str, int], int]:
+def leftovers(folder: Path = Path(SHM_DIR)) -> dict[str, int]:
     """Files of this user that torch, SGLang or multiprocessing created and that no process uses, with bytes.
 
-    A process uses a file that it maps or has open. The second result is the number of processes that may use the files
-    and could not be inspected.
+    A process uses a file that it maps or has open. Processes of other users cannot be inspected.
     """
     old: dict[str, int] = {}
     for path in folder.iterdir() if folder.is_dir() else []:
-        try:
+        with contextlib.suppress(OSError):
             status = path.stat()
-        except OSError:
-            continue
-        mine = status.st_uid == os.getuid()
-        if mine and SHM_NAMES.match(path.name) and time.time() - status.st_mtime > LEFTOVER_AGE_S:
-            old[path.name] = status.st_blocks * 512
+            mine = status.st_uid == os.getuid()
+            if mine and SHM_NAMES.match(path.name) and time.time() - status.st_mtime > LEFTOVER_AGE_S:
+                old[path.name] = status.st_blocks * 512
     pids = set(psutil.pids())
-    opened, uninspected = find_open_files(pids) if old else (set(), 0)
-    used = find_shared_memory(pids).keys() | opened if old else set()
-    files = {name: size for name, size in old.items() if name not in used and not _owner_is_running(name, pids)}
-    return files, uninspected
+    used = find_shared_memory(pids).keys() | find_open_files(pids) if old else set()
+    return {name: size for name, size in old.items() if name not in used and not _owner_is_running(name, pids)}
 
 
-def find_open_files(pids: Iterable[int]) -> tuple[set[str], int]:
-    """Names of the files in `/dev/shm` that these processes have open, and the number of processes that could not be
-    inspected although they may open files of this user.
-    """
+def find_open_files(pids: Iterable[int]) -> set[str]:
+    """Names of the files in `/dev/shm` that these processes have open, as far as this user can inspect them."""
     found: set[str] = set()
-    uninspected = 0
     for pid in pids:
-        try:
+        with contextlib.suppress(OSError):
             for entry in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):
                     found.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
-        except PermissionError:
-            with contextlib.suppress(OSError):
-                uninspected += os.stat(f"/proc/{pid}").st_uid == os.getuid()
-        except OSError:  # the process has ended
-            continue
-    return {path.removeprefix(SHM_DIR) for path in found if path.startswith(SHM_DIR)}, uninspected
+    return {path.removeprefix(SHM_DIR) for path in found if path.startswith(SHM_DIR)}
 
 
 def _owner_is_running(name: str, pids: set[int]) -> bool:
@@ -481,22 +449,14 @@ def _owner_is_running(name: str, pids: set[int]) -> bool:
     return owner is not None and int(owner[1]) in pids
 
 
-def is_in_container(namespace: str = "/proc/self/ns/pid") -> bool:
-    """Whether processes of the machine may be invisible to this process. True when the kernel does not tell it."""
-    try:
-        return os.readlink(namespace) != INITIAL_PID_NAMESPACE
-    except OSError:  # a container without access to the link
-        return True
-
-
 def examine_leftovers() -> list[Finding]:
     """Check for leftover files and processes. Takes a second longer when there are orphans."""
-    (files, uninspected), found = leftovers(), processes()
+    found = processes()
     if _orphans(found):
         time.sleep(ORPHAN_RECHECK_S)
         first_pids = {process.pid for process in found}
         found = [process for process in processes() if process.pid in first_pids]
-    return [check_leftovers(files, uninspected=uninspected, in_container=is_in_container()), check_orphans(found)]
+    return [check_leftovers(leftovers()), check_orphans(found)]
 
 
 # -- Proxies ----------------------------------------------------------------------------------------

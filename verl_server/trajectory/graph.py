@@ -595,26 +595,26 @@ def find_divergences(graph: TrajectoryGraph) -> list[Divergence]:
 
     Raises BadInputError if `graph` is no `TrajectoryGraph`.
     """
-    return list(_iterate_divergences(graph))
-
-
-def _iterate_divergences(graph: TrajectoryGraph) -> Iterator[Divergence]:
+    found = []
     for node in graph.nodes:
         original = graph.children(node.parent)[0]
         if node.id == original or node.fork_reason is None:
             continue
         num_shared_tokens = 0 if node.parent is None else graph.num_tokens(node.parent)
         old, new = _first_path_below(graph, original), list(node.token_ids)
-        offset = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-        yield Divergence(
-            node=node.id,
-            original_node=original,
-            fork_reason=node.fork_reason,
-            num_turns=0 if node.parent is None else graph.num_turns(node.parent),
-            position=num_shared_tokens + offset,
-            original_token=old[offset] if offset < len(old) else None,
-            new_token=new[offset] if offset < len(new) else None,
+        offset = _num_equal(old, new)
+        found.append(
+            Divergence(
+                node=node.id,
+                original_node=original,
+                fork_reason=node.fork_reason,
+                num_turns=0 if node.parent is None else graph.num_turns(node.parent),
+                position=num_shared_tokens + offset,
+                original_token=old[offset] if offset < len(old) else None,
+                new_token=new[offset] if offset < len(new) else None,
+            )
         )
+    return found
 
 
 def _first_path_below(graph: TrajectoryGraph, node: int) -> list[int]:
