@@ -6,20 +6,18 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from verl_server.adapter.vllm.server_arguments import VLLM
 from verl_server.conformance.systems import CheckFailedError
 from verl_server.errors import BadInputError
 from verl_server.server.environment import interpreter_path, read_environment, require_packages
-from verl_server.server.warden.processes import SHM_DIR, find_shared_memory, remove_shared_memory, start_time
+from verl_server.server.warden.processes import SHM_DIR, remove_shared_memory, start_time
 from verl_server.vllm_server.start import DISTRIBUTIONS
 
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ TRAINER_IMPORTS = [
     "verl_server.conformance.systems.sglang",
 ]
 POLL_S = 0.05
-KILL_TIMEOUT_S = 20.0
 
 
 def process_context() -> ForkServerContext:
@@ -90,33 +87,6 @@ def wait_for_end(pids: Iterable[int], timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise CheckFailedError(f"{len(left)} processes of the server still run after {timeout_s:g} s")
         time.sleep(POLL_S)
-
-
-def tree_of(pid: int) -> set[psutil.Process]:
-    """A process and the processes below it, some of which may outlive it. Empty if it has ended."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return {process, *process.children(recursive=True)}
-    return set()
-
-
-@contextlib.contextmanager
-def remove_processes(processes: Collection[psutil.Process]) -> Iterator[None]:
-    """At the end, kill those of the processes that still run, and remove the files that they leave in `/dev/shm`."""
-    files = find_shared_memory([process.pid for process in processes])
-    try:
-        yield
-    finally:
-        kill_processes(processes)
-        remove_shared_memory(files)
-
-
-def kill_processes(processes: Collection[psutil.Process]) -> None:
-    """Kill processes and wait until they have ended. Does nothing to a later process with the same id."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(processes, timeout=KILL_TIMEOUT_S)
 
 
 def is_running(pid: int) -> bool:

@@ -32,10 +32,8 @@ from verl_server.conformance.other_processes import (
     VllmPython,
     find_vllm_python,
     process_context,
-    remove_processes,
-    tree_of,
 )
-from verl_server.conformance.systems import SystemFactory
+from verl_server.conformance.systems import SystemFactory, remove_processes, tree_of
 from verl_server.conformance.systems.sglang import SglangSystem, VerlEngineSystem
 from verl_server.conformance.systems.vllm import VllmSystem
 from verl_server.conformance.worker import READY, Models, worker_main

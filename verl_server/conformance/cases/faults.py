@@ -25,14 +25,12 @@ from verl_server.conformance.other_processes import (
     is_running,
     other_process,
     push_from_file,
-    remove_processes,
     require_no_files,
     start_and_wait,
-    tree_of,
     wait_for_end,
 )
 from verl_server.conformance.reference import Interceptor, Weights, describe_gap, require_gap
-from verl_server.conformance.systems import CheckFailedError, NotOfferedError, describe
+from verl_server.conformance.systems import CheckFailedError, NotOfferedError, describe, remove_processes, tree_of
 from verl_server.errors import ServerError
 from verl_server.types import Json
 

@@ -5,17 +5,20 @@ The modules of this folder are the systems that the suite can test.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+import psutil
 import requests
 import torch
 
+from verl_server.server.warden.processes import find_shared_memory, remove_shared_memory
 from verl_server.types import Json
 
 
@@ -198,3 +201,36 @@ def without_paths(text: str) -> str:
     """A text as one line of limited length. Paths of this machine are shortened to their last part."""
     line = PATH.sub(lambda match: match[0].rpartition("/")[2], " ".join(text.split()))
     return line if len(line) <= MAX_CHARACTERS else f"{line[:MAX_CHARACTERS]}..."
+
+
+# -- Processes --------------------------------------------------------------------------------------
+# The processes of a server, which are removed also when its main process has been killed.
+
+KILL_TIMEOUT_S = 20.0
+
+
+def tree_of(pid: int) -> set[psutil.Process]:
+    """A process and the processes below it, some of which may outlive it. Empty if it has ended."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return {process, *process.children(recursive=True)}
+    return set()
+
+
+@contextlib.contextmanager
+def remove_processes(processes: Collection[psutil.Process]) -> Iterator[None]:
+    """At the end, kill those of the processes that still run, and remove the files that they leave in `/dev/shm`."""
+    files = find_shared_memory([process.pid for process in processes])
+    try:
+        yield
+    finally:
+        kill_processes(processes)
+        remove_shared_memory(files)
+
+
+def kill_processes(processes: Collection[psutil.Process]) -> None:
+    """Kill processes and wait until they have ended. Does nothing to a later process with the same id."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=KILL_TIMEOUT_S)

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import EngineKind, PauseMode, RemoteServer
-from verl_server.conformance.other_processes import remove_processes, tree_of
 from verl_server.conformance.systems import (
     FINISH_PATH,
     LOAD_PATH,
@@ -32,7 +31,9 @@ from verl_server.conformance.systems import (
     as_reply,
     post,
     read_tensor,
+    remove_processes,
     sampling,
+    tree_of,
 )
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.server.launch import PortReservation

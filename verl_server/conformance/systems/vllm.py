@@ -24,8 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl_server.adapter.vllm.replies import parse_generation
-from verl_server.conformance.other_processes import remove_processes, tree_of
-from verl_server.conformance.systems import NotOfferedError, Reply, as_reply, post
+from verl_server.conformance.systems import NotOfferedError, Reply, as_reply, post, remove_processes, tree_of
 from verl_server.server.environment import ServerPython
 from verl_server.server.launch import PortReservation
 
