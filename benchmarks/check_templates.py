@@ -24,8 +24,7 @@ from verl_server.agent.environments import find_unread_call
 from verl_server.errors import UnsupportedError
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import CheckedConversation, TemplateReport, Verdict, check_template, get_renderer
-from verl_server.trajectory.template_check.check import KNOWN_ARGUMENTS
-from verl_server.trajectory.template_check.reference import CONVERSATIONS
+from verl_server.trajectory.template_check import CONVERSATIONS, KNOWN_ARGUMENTS
 
 #: Template files and the family of the package `renderers` to which they belong.
 FAMILIES = {

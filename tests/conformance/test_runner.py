@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from helpers import processes, wait_until
 
-from verl_server.conformance.case import Case, ModelKind, Outcome, Trial
-from verl_server.conformance.messages import CheckFailedError
+from verl_server.conformance.cases import Case, ModelKind, Outcome, Trial
 from verl_server.conformance.other_processes import is_running
 from verl_server.conformance.suite import run_cases
-from verl_server.conformance.system import NotOfferedError
+from verl_server.conformance.systems import CheckFailedError, NotOfferedError
 
 NO_SERVER: Mapping[str, Any] = {"no_server": True}
 

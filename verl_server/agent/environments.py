@@ -21,7 +21,7 @@ from verl_server.agent.user_code import as_exception, call_user_function, call_w
 from verl_server.config import Finite, Positive
 from verl_server.errors import BadInputError
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.template_check.reference import ARGUMENTS, NAME, sample_call_turn
+from verl_server.trajectory.template_check import ARGUMENTS, NAME, sample_call_turn
 from verl_server.types import Json
 from verl_server.validation import check_fields, is_list
 

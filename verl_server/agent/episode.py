@@ -28,8 +28,7 @@ from verl_server.agent.user_code import CURRENT_EPISODE_STATE, call_user_functio
 from verl_server.config import NotNegativeInt
 from verl_server.errors import BadInputError, to_wire
 from verl_server.router.resumable_generation import OnTokens, version_spans
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
+from verl_server.trajectory.graph import ForkReason, Node, NodeFields, Span, TrajectoryGraph
 from verl_server.trajectory.recorder import Recorder
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.foreign_text import texts_of

@@ -156,15 +156,6 @@ def print_line(line: str) -> None:
 
 HUB_TIMEOUT_S = 10.0
 """Maximum seconds of the question whether the Hub has a model. transformers repeats failed requests for a minute."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "tekken.json",
-)
-"""Files of which a folder with a tokenizer has at least one."""
 
 
 def load_tokenizer(name: str, hint: str) -> Any:
@@ -174,19 +165,11 @@ def load_tokenizer(name: str, hint: str) -> Any:
     folder = Path(os.path.expanduser(name))
     try:
         if folder.exists():
-            _require_tokenizer_files(folder)
             return AutoTokenizer.from_pretrained(str(folder))
         return AutoTokenizer.from_pretrained(name, local_files_only=not _is_on_hub(name))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise BadInputError(f"the tokenizer {name!r} cannot be loaded: {reason}; {hint}") from error
-
-
-def _require_tokenizer_files(folder: Path) -> None:
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file")
-    if not any((folder / file).exists() for file in TOKENIZER_FILES):
-        raise FileNotFoundError(f"the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
 
 
 def _is_on_hub(name: str) -> bool:

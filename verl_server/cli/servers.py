@@ -105,7 +105,6 @@ def gateway(
     fleet: Annotated[
         str | None, typer.Option(help="Ray namespace of a fleet, usually verl_server.", metavar="NAME")
     ] = None,
-    engine: Annotated[str | None, typer.Option(hidden=True)] = None,
     model: Model = None,
     max_context_tokens: MaxContextTokens = None,
     host: options.Host = LOOPBACK,
@@ -136,8 +135,6 @@ def gateway(
       verl-server gateway runs/a --fleet verl_server
       verl-server gateway runs/a --server http://127.0.0.1:30000 --chat-template-kwargs '{"enable_thinking": false}'
     """
-    if engine is not None:
-        raise BadInputError("there is no --engine; pass --server URL for a server of SGLang or of vLLM")
     admin_key, generated = _take_admin_key(admin_key_file)
     with exit_after_cleanup():
         with show_progress("Starting the gateway"):

@@ -24,7 +24,7 @@ from verl_server.trajectory.exports import ExportFormat
 
 if TYPE_CHECKING:
     from verl_server.trajectory.graph import TrajectoryGraph
-    from verl_server.trajectory.view.model import DecodeFn
+    from verl_server.trajectory.view import DecodeFn
 
 PAGE_BEGINNING = b"<!doctype html>"
 
@@ -90,8 +90,7 @@ def _show_session(file: Path, html: Path | None, with_tokens: bool, tokenizer: s
     output = None if html is None else _require_output(Path(os.path.expanduser(html)))
     decode = None if tokenizer is None else _load_decoder(tokenizer)
 
-    from verl_server.trajectory.view.model import make_session_view
-    from verl_server.trajectory.view.output import print_session, render_page
+    from verl_server.trajectory.view import make_session_view, print_session, render_page
 
     view = make_session_view(graph, decode)
     if output is None:
@@ -120,7 +119,7 @@ def _load_decoder(name: str) -> DecodeFn:
     with show_progress("Loading the tokenizer"):
         tokenizer = load_tokenizer(name, "pass --tokenizer the folder or the Hub name of the policy's model")
 
-    from verl_server.trajectory.view.model import decoder_of
+    from verl_server.trajectory.view import decoder_of
 
     return decoder_of(tokenizer)
 
@@ -160,12 +159,10 @@ def _cannot_write(path: Path, error: OSError) -> BadInputError:
 
 def _list_sessions(folder: Path) -> None:
     """Print a table of the sessions of a folder. Raises BadInputError if there are none, or one cannot be read."""
-    from verl_server.trajectory.view.output import SessionSummary, summarize_folder
+    from verl_server.trajectory.recorder import list_sessions, load_session
+    from verl_server.trajectory.view import as_text, visible
 
-    rows = list(summarize_folder(folder))
-    sessions = [row for row in rows if isinstance(row, SessionSummary)]
-    unreadable = [row for row in rows if not isinstance(row, SessionSummary)]
-    if not rows:
+    if not (files := list_sessions(folder)):
         raise BadInputError(f"{folder} has no recorded sessions (files NAME.jsonl); pass the run_dir of a run")
     table = Table(
         Column("session", overflow="fold"),
@@ -173,16 +170,32 @@ def _list_sessions(folder: Path) -> None:
         "stop reason",
         Column("reward", justify="right"),
     )
-    for row in sessions:
-        numbers = (f"{number}" for number in (row.num_turns, row.num_tokens, row.num_sampled_tokens))
-        table.add_row(row.name, *numbers, row.stop_reason or "not finished", row.reward or "-")
+    unreadable, readable = "", []
+    for file in files:
+        name = visible(file.relative_to(folder))
+        try:
+            graph = load_session(file)
+        except (BadInputError, OSError) as error:
+            unreadable += f"\n  {name}: {visible(error)}"
+            continue
+        readable.append(file)
+        sampled, last = [node for node in graph.nodes if node.sampled], graph.last_termination
+        table.add_row(
+            name,
+            f"{len(sampled)}",
+            *(f"{sum(len(node.token_ids) for node in nodes)}" for nodes in (graph.nodes, sampled)),
+            "not finished" if last is None else as_text(last.stop_reason),
+            "-" if last is None or last.reward is None else as_text(last.reward),
+        )
     console = _console()
-    if sessions:
+    if readable:
         console.print(table, markup=False)
-        print_line(f"Show a session: verl-server trajectory show {shlex.quote(str(sessions[0].file))}")
+        print_line(f"Show a session: verl-server trajectory show {shlex.quote(str(readable[0]))}")
     if unreadable:
-        reasons = "".join(f"\n  {row.name}: {row.reason}" for row in unreadable)
-        raise BadInputError(f"{len(unreadable)} of {len(rows)} files of {folder} cannot be read as sessions:{reasons}")
+        num_unreadable = len(files) - len(readable)
+        raise BadInputError(
+            f"{num_unreadable} of {len(files)} files of {folder} cannot be read as sessions:{unreadable}"
+        )
 
 
 def _console() -> Console:
@@ -220,7 +233,7 @@ def export(
       verl-server trajectory export sessions/sum-0-0.jsonl --format atif --output trajectories
       verl-server trajectory export sessions --format litellm --output litellm-trajectory.jsonl
     """
-    from verl_server.trajectory.exports.files import export_sessions
+    from verl_server.trajectory.exports import export_sessions
 
     with exit_after_cleanup():
         done = export_sessions(source, output, kind, model)

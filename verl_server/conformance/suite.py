@@ -27,10 +27,13 @@ from rich.table import Column, Table
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import RemoteServer
-from verl_server.conformance.case import Case, CaseResult, ModelKind, Outcome
-from verl_server.conformance.cases import CASES
-from verl_server.conformance.other_processes import VllmPython, kill_processes, process_context
-from verl_server.conformance.system import SystemFactory
+from verl_server.conformance.cases import Case, CaseResult, ModelKind, Outcome, faults, serving, updates
+from verl_server.conformance.other_processes import (
+    VllmPython,
+    find_vllm_python,
+    process_context,
+)
+from verl_server.conformance.systems import SystemFactory, remove_processes, tree_of
 from verl_server.conformance.systems.sglang import SglangSystem, VerlEngineSystem
 from verl_server.conformance.systems.vllm import VllmSystem
 from verl_server.conformance.worker import READY, Models, worker_main
@@ -39,10 +42,9 @@ from verl_server.doctor.engine import installed_version
 from verl_server.errors import BadInputError, ServerError
 from verl_server.server.forkserver.forkserver import prepare_forkserver
 from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE, shares_forkservers
-from verl_server.server.warden.processes import find_shared_memory, remove_shared_memory
 from verl_server.tiny import Architecture, make_model
 from verl_server.types import Json
-from verl_server.validation import did_you_mean, require_http_url
+from verl_server.validation import did_you_mean, make_writable_folder, require_http_url
 
 logger = logging.getLogger(__name__)
 
@@ -128,18 +130,14 @@ class _Worker:
     def kill(self) -> None:
         """Kill the worker and all processes below it, and remove the files that they leave in shared memory."""
         self._record_tree()
-        pids = [process.pid for process in self._tree]
-        files = find_shared_memory(pids)
-        kill_processes(list(self._tree))
+        with remove_processes(self._tree):
+            pass
         self._process.join()
-        remove_shared_memory(files)
         self._connection.close()
 
     def _record_tree(self) -> None:
         assert self._process.pid is not None
-        with contextlib.suppress(psutil.Error):
-            worker = psutil.Process(self._process.pid)
-            self._tree.update((worker, *worker.children(recursive=True)))
+        self._tree |= tree_of(self._process.pid)
 
 
 # -- Engines ----------------------------------------------------------------------------------------
@@ -227,15 +225,10 @@ def running_server(
             raise ServerError(message, **error.details) from error
         info = adapter.get_server_info()
     model = Path(str(info.get("model_path")))
-    if not model.is_dir() and not model.is_absolute():
-        raise BadInputError(
-            f"the server at {url} serves {model}, which is a relative path or a name of a model; start the server with "
-            "the absolute path of a folder of this machine, because the suite compares the server with this model"
-        )
     if not model.is_dir():
         raise BadInputError(
-            f"the server at {url} serves {model}, which is no folder of this machine; "
-            "the suite compares the server with the model in this folder"
+            f"the server at {url} serves {model}, which is no folder of this machine; start the server with the "
+            "absolute path of such a folder, because the suite compares the server with the model in it"
         )
     dtype = str(info.get("dtype"))
     if dtype not in ("float32", "float"):
@@ -389,6 +382,18 @@ def _link(url: str) -> str:
 
 # -- Suite ------------------------------------------------------------------------------------------
 
+#: All cases in the order in which they run. The server is started again for a case with other server arguments.
+CASES: tuple[Case, ...] = (
+    *updates.UPDATE_CASES,
+    *updates.MODEL_CASES,
+    *serving.RUNNING_CASES,
+    *serving.PREFIX_CACHE_CASES,
+    *serving.MEMORY_CASES,
+    *faults.REFUSED_CASES,
+    *faults.REPEATED_CASES,
+    *faults.KILLED_CASES,
+    *updates.LORA_CASES,
+)
 #: Arguments of `make_model` for each model.
 MODELS: Mapping[ModelKind, Mapping[str, Any]] = {
     ModelKind.DENSE: {"architecture": Architecture.LLAMA},
@@ -514,12 +519,6 @@ def run(
     """
     start_quiet_resource_tracker()
     console = Console(highlight=False, width=None if Console().is_terminal else PIPE_WIDTH)
-    with console.status("Loading") if console.is_terminal else contextlib.nullcontext():
-        pass
-        pass
-        from verl_server.conformance.other_processes import find_vllm_python
-        from verl_server.validation import make_writable_folder
-
     cases = select_cases(case_names)
     if twice := [name for name, count in Counter(engine_names).items() if count > 1]:
         raise BadInputError(f"--engine {twice[0]} is given more than once; pass each engine once")

@@ -18,11 +18,16 @@ from pathlib import Path
 
 import psutil
 
-from verl_server.conformance.case import Case, CaseResult, ModelKind, Outcome, Trial
-from verl_server.conformance.messages import CheckFailedError, describe, without_paths
-from verl_server.conformance.other_processes import kill_processes
+from verl_server.conformance.cases import Case, CaseResult, ModelKind, Outcome, Trial
 from verl_server.conformance.reference import Reference
-from verl_server.conformance.system import NotOfferedError, SystemFactory
+from verl_server.conformance.systems import (
+    CheckFailedError,
+    NotOfferedError,
+    SystemFactory,
+    describe,
+    kill_processes,
+    without_paths,
+)
 
 Models = Mapping[ModelKind, Path]
 """Folders of the models that the system can serve."""

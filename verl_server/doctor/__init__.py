@@ -1,7 +1,8 @@
 """`verl-server doctor`: checks whether this machine can run servers, and whether a model fits on it.
 
 Each file checks one topic. The `check_*` functions are pure: they turn values into findings. The `probe_*` functions
-and `examine` read the machine. No function starts a server or changes the machine.
+and `examine` read the machine. No function starts a server or changes the machine. What a start of a server refuses
+with words of its own is not checked here, except for the environment of its interpreter.
 """
 
 from __future__ import annotations
@@ -31,36 +32,25 @@ def examine(
     not that of this process, and `engine_kind` the engine of the server, "sglang" or "vllm"; None is the engine that
     the environment of the server has. Raises BadInputError for another `engine_kind`.
     """
-    from verl_server.doctor import accelerator, machine
-    from verl_server.doctor import engine as environment
-    from verl_server.doctor import engine as packages
-    from verl_server.doctor import engine as variables
-    from verl_server.doctor import model as checkpoint
+    from verl_server.config import EngineKind, parse_engine_kind
+    from verl_server.doctor import engine, machine
+    from verl_server.doctor.model import examine_checkpoint
     from verl_server.platforms.limits import available_memory
 
-    if engine_kind is not None:
-        environment.require_engine_kind(engine_kind)
+    wanted = None if engine_kind is None else parse_engine_kind(engine_kind)
     facts = machine.probe()
-    is_own = server_python is None
-    own_kind = engine_kind or environment.find_own_engine_kind()
-    if is_own and own_kind == "sglang":
-        engine = environment.InstalledEngine("sglang")
-        sections = {"Packages": packages.examine_packages(nvidia=facts.accelerator == "cuda")}
-    else:
-        found, engine = environment.examine_server_environment(
-            server_python or sys.executable, facts, engine_kind=own_kind if is_own else engine_kind
-        )
-        sections = {"Packages": found} if is_own else {
-            "Packages": packages.examine_trainer(), f"Server {server_python}": found
-        }  # fmt: skip
-    sections["Compute"] = accelerator.examine(facts, runs_servers=is_own and engine.kind == "sglang")
-    sections["Memory"] = [*machine.examine_memory(), *machine.examine_leftovers()]
-    sections["System"] = [*machine.examine_limits(), *machine.examine_network()]
-    if engine.kind == "vllm":
+    found, kind = engine.examine_environment(server_python or sys.executable, facts, wanted)
+    sections = {
+        "Packages" if server_python is None else f"Server {server_python}": found,
+        "Compute": machine.examine_compute(facts),
+        "Memory": [*machine.examine_memory(), *machine.examine_leftovers()],
+        "System": [*machine.examine_limits(), machine.check_proxies(os.environ)],
+    }
+    if kind is EngineKind.VLLM:
         on_cpu = facts.accelerator is None
-        sections["System"] += variables.examine_variables(os.environ, tp=tp, free=available_memory(), on_cpu=on_cpu)
+        sections["System"].append(engine.check_variables(os.environ, tp=tp, free=available_memory(), on_cpu=on_cpu))
     if model is not None:
-        sections[f"Model {model}"] = checkpoint.examine_checkpoint(model, facts, tp=tp, dtype=dtype, engine=engine)
+        sections[f"Model {model}"] = examine_checkpoint(model, facts, tp=tp, dtype=dtype, kind=kind)
     return sections
 
 

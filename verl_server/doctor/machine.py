@@ -1,18 +1,16 @@
-"""Checks of a machine: hardware, memory, limits, what ended servers left, network."""
+"""Checks of a machine: accelerators, memory, limits, what ended servers left, proxies."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
-import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,9 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from verl_server.doctor.report import Finding, fail, gib, ok, warn
+from verl_server.doctor.report import Finding, check_amount, fail, gib, ok, warn
 from verl_server.platforms.limits import available_memory, container_memory
-from verl_server.server.warden.processes import SHM_DIR, SHM_NAMES, find_shared_memory, has_pidfds
+from verl_server.server.warden.processes import SHM_DIR, SHM_NAMES, find_shared_memory
 
 # -- Hardware ---------------------------------------------------------------------------------------
 # Reads the accelerators and CPU cores of this machine from torch, the NVIDIA driver and nvidia-smi.
@@ -115,39 +113,103 @@ def visible(gpus: tuple[Gpu, ...], chosen: str | None) -> tuple[Gpu, ...]:
     return tuple(gpus[int(part)] for part in parts)
 
 
+# -- Compute ----------------------------------------------------------------------------------------
+# Checks of the accelerators and of their free memory.
+
+#: Share of a GPU's memory that may be in use before the check warns.
+IN_USE_SHARE = 0.15
+
+
+def check_accelerator(hardware: Hardware) -> Finding:
+    """Check whether torch can use the accelerator of this machine."""
+    title, driver, torch_cuda = "Accelerator", hardware.driver_cuda, hardware.torch_cuda
+    if hardware.accelerator is not None:
+        names = ", ".join(sorted({gpu.name for gpu in hardware.gpus})) or hardware.accelerator
+        cuda = f", driver supports CUDA {_dotted(driver)}, torch for {torch_cuda}" if driver and torch_cuda else ""
+        return ok(title, f"{hardware.devices} x {names}{cuda}")
+    if not hardware.nvidia_device or hardware.hidden:
+        reason = "hidden by CUDA_VISIBLE_DEVICES" if hardware.nvidia_device else "none"
+        if hardware.cores > 1:
+            return ok(title, f"{reason}; servers will use the CPU platform with {hardware.cores} cores")
+        return warn(
+            title,
+            f"{reason}, and only one CPU core",
+            symptom="the server and the trainer share one core: a server takes minutes to start",
+            fix="Give the machine or the container at least two cores.",
+        )
+    if torch_cuda is None:
+        problem = "torch was built without CUDA"
+        fix = "Install the CUDA build of torch: on Linux, `pip install torch` without an index URL."
+    elif driver is None:
+        problem = "the driver library libcuda.so.1 cannot be loaded"
+        fix = "Start the container with the NVIDIA runtime (docker run --gpus all), or install the NVIDIA driver."
+    elif driver[0] < int(torch_cuda.partition(".")[0]):
+        problem = f"the driver supports CUDA {_dotted(driver)} and torch needs {torch_cuda}"
+        fix = f"Update the driver, or install a torch built for CUDA {driver[0]}."
+    else:
+        problem = "torch cannot use it"
+        fix = "Run `python -c 'import torch; torch.cuda.init()'` and `nvidia-smi`; one of them prints the reason."
+    symptom = "the server runs on the CPU, or ends with a CUDA error"
+    return fail(title, f"this machine has an NVIDIA GPU, but {problem}", symptom=symptom, fix=fix)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def check_gpu_memory(gpus: tuple[Gpu, ...]) -> list[Finding]:
+    """Check that the memory of the GPUs is free before a server starts."""
+    return [
+        warn(
+            f"GPU {index}",
+            f"{gib(gpu.total - gpu.free)} of {gib(gpu.total)} are already in use",
+            symptom="Not enough memory. Please try to increase --mem-fraction-static",
+            fix="Find the processes with nvidia-smi and end them. If a colocated trainer uses the memory, lower "
+            "--mem-fraction-static.",
+        )
+        for index, gpu in enumerate(gpus)
+        if gpu.total - gpu.free > gpu.total * IN_USE_SHARE
+    ]
+
+
+def examine_compute(hardware: Hardware) -> list[Finding]:
+    """Check the accelerators and their free memory."""
+    return [check_accelerator(hardware), *check_gpu_memory(hardware.gpus)]
+
+
 # -- Memory -----------------------------------------------------------------------------------------
 # Checks of the memory of this machine and of /dev/shm.
 
-SHM_FAIL_BYTES = 32 * 2**20
-SHM_WARN_BYTES = 2**30
 #: Bytes of a server without weights: three processes of about 1.1 GB each, much of it shared.
 SERVER_BYTES = 2 * 2**30
 
 
 def check_shared_memory(total: int, free: int) -> Finding:
     """Check the size of /dev/shm, in bytes. NCCL, multiprocessing and torch use it; weights do not, they use memfd."""
-    detail = f"{gib(total)}, {gib(free)} free"
-    symptom = "with more than one rank: Bus error, or NCCL: No space left on device"
-    fix = (
-        "Enlarge /dev/shm: docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of medium Memory."
+    return check_amount(
+        "/dev/shm",
+        f"{gib(total)}, {gib(free)} free",
+        free,
+        minimum=32 * 2**20,
+        recommended=2**30,
+        symptom="with more than one rank: Bus error, or NCCL: No space left on device",
+        fix="Enlarge /dev/shm: docker run --shm-size=8g (or --ipc=host); in Kubernetes mount an emptyDir of medium "
+        "Memory.",
     )
-    if free < SHM_FAIL_BYTES:
-        return fail("/dev/shm", detail, symptom=symptom, fix=fix)
-    if free < SHM_WARN_BYTES:
-        return warn("/dev/shm", detail, symptom=symptom, fix=fix)
-    return ok("/dev/shm", detail)
 
 
 def check_memory(available: int, limit: int | None = None) -> Finding:
     """Check the available memory, in bytes. `limit` is the memory limit of the container, None without one."""
-    detail = f"{gib(available)} available" + (f" (container limit {gib(limit)})" if limit is not None else "")
-    symptom = "the server ends during its start with `killed by SIGKILL` and nothing in its log"
-    fix = "Free memory, or raise the memory limit of the container."
-    if available < SERVER_BYTES:
-        return fail("Memory", f"{detail}; a server without weights needs {gib(SERVER_BYTES)}", symptom=symptom, fix=fix)
-    if available < 2 * SERVER_BYTES:
-        return warn("Memory", f"{detail}, enough for small models only", symptom=symptom, fix=fix)
-    return ok("Memory", detail)
+    container = "" if limit is None else f" (container limit {gib(limit)})"
+    return check_amount(
+        "Memory",
+        f"{gib(available)} available{container}; a server without weights needs {gib(SERVER_BYTES)}",
+        available,
+        minimum=SERVER_BYTES,
+        recommended=2 * SERVER_BYTES,
+        symptom="the server ends during its start with `killed by SIGKILL` and nothing in its log",
+        fix="Free memory, or raise the memory limit of the container.",
+    )
 
 
 def examine_memory() -> list[Finding]:
@@ -161,12 +223,10 @@ def examine_memory() -> list[Finding]:
 
 
 # -- Limits -----------------------------------------------------------------------------------------
-# Checks of operating system limits and of the kernel features that supervision and weight updates need.
+# Checks of operating system limits, and of the memory through which servers read weights.
 
-OPEN_FILES_RECOMMENDED = 65536
-OPEN_FILES_MINIMUM = 4096
-PROCESSES_RECOMMENDED = 4096
-PROCESSES_MINIMUM = 512
+OPEN_FILES = 65536
+PROCESSES = 4096
 UNLIMITED = resource.RLIM_INFINITY
 #: Program of the second process in the test of the staging memory.
 READER = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
@@ -178,47 +238,36 @@ def check_open_files(limit: int, hard: int = UNLIMITED) -> Finding:
 
     `limit` and `hard` are the soft and the hard limit.
     """
-    if limit == UNLIMITED or limit >= OPEN_FILES_RECOMMENDED:
-        return ok("Open files", "unlimited" if limit == UNLIMITED else str(limit))
-    symptom = "with many requests in flight: OSError: Too many open files, or refused connections"
-    can_be_raised = hard == UNLIMITED or hard >= OPEN_FILES_RECOMMENDED
-    fix = (
-        f"ulimit -n {OPEN_FILES_RECOMMENDED}"
+    can_be_raised = hard == UNLIMITED or hard >= OPEN_FILES
+    return check_amount(
+        "Open files",
+        _describe_limit(limit, OPEN_FILES),
+        math.inf if limit == UNLIMITED else limit,
+        minimum=4096,
+        recommended=OPEN_FILES,
+        symptom="with many requests in flight: OSError: Too many open files, or refused connections",
+        fix=f"ulimit -n {OPEN_FILES}"
         if can_be_raised
         else f"Raise the hard limit, now {hard}, in limits.conf, or start the container with --ulimit nofile="
-        f"{OPEN_FILES_RECOMMENDED}."
+        f"{OPEN_FILES}.",
     )
-    detail = f"{limit}, recommended {OPEN_FILES_RECOMMENDED}"
-    if limit < OPEN_FILES_MINIMUM:
-        return fail("Open files", detail, symptom=symptom, fix=fix)
-    return warn("Open files", detail, symptom=symptom, fix=fix)
 
 
 def check_processes(limit: int) -> Finding:
     """Check `ulimit -u`, which counts threads. A server with several ranks has hundreds of threads."""
-    if limit == UNLIMITED or limit >= PROCESSES_RECOMMENDED:
-        return ok("Processes", "unlimited" if limit == UNLIMITED else str(limit))
-    symptom = "RuntimeError: can't start new thread, or Resource temporarily unavailable"
-    fix = f"ulimit -u {PROCESSES_RECOMMENDED}; in a container also raise its limit (docker run --pids-limit)"
-    if limit < PROCESSES_MINIMUM:
-        return fail("Processes", str(limit), symptom=symptom, fix=fix)
-    return warn("Processes", str(limit), symptom=symptom, fix=fix)
-
-
-def check_kernel(system: str, release: str, *, memfd: bool, pidfd: bool) -> Finding:
-    """Check for memfd_create, which weight updates use, and pidfd_open (Linux 5.3), which reports ended processes."""
-    missing = [name for name, there in (("memfd_create", memfd), ("pidfd_open", pidfd)) if not there]
-    if not missing:
-        return ok("Kernel", f"{system} {release}, with memfd_create and pidfd_open")
-    detail = f"{system} {release} without {' and '.join(missing)}"
-    fix = (
-        "Use Linux 5.3 or newer, and a Python that was built for it. In a sandbox, allow these system calls in its "
-        "seccomp profile."
+    return check_amount(
+        "Processes",
+        _describe_limit(limit, PROCESSES),
+        math.inf if limit == UNLIMITED else limit,
+        minimum=512,
+        recommended=PROCESSES,
+        symptom="RuntimeError: can't start new thread, or Resource temporarily unavailable",
+        fix=f"ulimit -u {PROCESSES}; in a container also raise its limit (docker run --pids-limit)",
     )
-    if memfd:
-        symptom = "every server is started as a new program, which takes 15 s and more on a CPU instead of 2 s"
-        return warn("Kernel", detail, symptom=symptom, fix=fix)
-    return fail("Kernel", detail, symptom="weight updates raise UnsupportedError", fix=fix)
+
+
+def _describe_limit(limit: int, recommended: int) -> str:
+    return "unlimited" if limit == UNLIMITED else f"{limit}, recommended {recommended}"
 
 
 def check_staging(problem: str) -> Finding:
@@ -235,39 +284,6 @@ def check_staging(problem: str) -> Finding:
         fix="Run the trainer and the server as the same user in the same container (or with --pid=host). Mount /proc "
         "without hidepid. In a sandbox, allow access to /proc/PID/fd.",
     )
-
-
-def check_temporary_folder(folder: str, problem: str) -> Finding:
-    """Check that each server can have a folder for temporary files.
-
-    `folder` is the folder of this process. `problem` is the error of a test, or "" if a file could be written.
-    """
-    if not problem:
-        return ok("Temporary files", folder)
-    return fail(
-        "Temporary files",
-        problem,
-        symptom="every start of a server raises StartupError",
-        fix="Set TMPDIR to a writable folder. In a container with a read-only root, add one (docker run --tmpfs /tmp).",
-    )
-
-
-def probe_temporary_folder() -> tuple[str, str]:
-    """The folder for temporary files, and the error of writing a file there, "" if that worked."""
-    try:
-        with tempfile.TemporaryFile() as file:
-            file.write(MESSAGE)
-    except OSError as error:
-        return "", str(error)
-    return tempfile.gettempdir(), ""
-
-
-def probe_memfd() -> bool:
-    try:
-        os.close(os.memfd_create("verl_server_doctor"))
-    except (AttributeError, OSError):
-        return False
-    return True
 
 
 def probe_staging() -> str:
@@ -294,11 +310,9 @@ def probe_staging() -> str:
 
 
 def examine_limits() -> list[Finding]:
-    """Check the limits of this process and the kernel."""
+    """Check the limits of this process and its staging memory."""
     return [
-        check_kernel(platform.system(), platform.release(), memfd=probe_memfd(), pidfd=has_pidfds()),
         check_staging(probe_staging()),
-        check_temporary_folder(*probe_temporary_folder()),
         check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0]),
     ]
@@ -312,8 +326,6 @@ MAX_NAMES = 8
 LEFTOVER_AGE_S = 600.0
 #: Seconds after which an orphan must still live. The processes of a server that is being stopped end within this time.
 ORPHAN_RECHECK_S = 1.0
-#: `/proc/self/ns/pid` of a process that sees all processes of the machine (PROC_PID_INIT_INO of the kernel).
-INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 #: Programs that become the parent of orphaned processes, at any depth of the process tree.
 INIT_PROGRAMS = ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "s6-svscan")
 #: Programs that start servers. As PID 1 of a container they are the launcher, so their children are not orphans.
@@ -339,28 +351,18 @@ def check_orphans(processes: list[Process]) -> Finding:
     The launcher starts these processes as its children. The kernel makes them children of an init program when the
     launcher has ended; from then on no process sends them requests. vLLM's workers are children of its engine.
     """
-    names = {process.pid: process.name for process in processes}
     orphans = _orphans(processes)
     if not orphans:
         return ok("Orphaned servers", "none")
     pids = " ".join(str(process.pid) for process in orphans)
-    parents = sorted({_describe_parent(process, names) for process in orphans} - {""})
     engines = " and ".join(sorted({process.name.partition("::")[0] + "::" for process in orphans}))
-    # vLLM's processes end at SIGTERM, and their resource tracker then removes their files in shared memory.
-    only_vllm = all(process.name.startswith(VLLM_TITLES) for process in orphans)
     return warn(
         "Orphaned servers",
-        f"{len(orphans)} {engines} processes whose launcher has ended, because their parent is now "
-        f"{', '.join(parents)}: {pids}",
+        f"{len(orphans)} {engines} processes whose launcher has ended: {pids}",
         symptom="memory stays in use although no server runs; the next start ends with CUDA out of memory",
-        fix=f"kill {pids}; if they live after 10 s, kill -9 {pids}" if only_vllm else f"kill -9 {pids}",
+        # vLLM's processes end at SIGTERM, and their resource tracker then removes their files in shared memory.
+        fix=f"kill {pids}; if they live after 10 s, kill -9 {pids}",
     )
-
-
-def _describe_parent(process: Process, names: dict[int, str]) -> str:
-    """Name and PID of the parent. Empty if the parent is a process of the same server."""
-    name = names.get(process.parent, "")
-    return "" if _is_of_server(name) else f"{name} (PID {process.parent})"
 
 
 def _orphans(processes: list[Process]) -> list[Process]:
@@ -383,29 +385,22 @@ def _is_init(pid: int, name: str) -> bool:
     return name in INIT_PROGRAMS or (pid == 1 and not name.startswith(LAUNCHERS))
 
 
-def check_leftovers(files: dict[str, int], *, uninspected: int = 0, in_container: bool = False) -> Finding:
-    """Check for files in shared memory that no process uses. `files` maps names to bytes.
-
-    `uninspected`: number of processes that may use the files and could not be inspected. `in_container`: whether
-    processes of the machine may be invisible to this process.
-    """
+def check_leftovers(files: dict[str, int]) -> Finding:
+    """Check for files in shared memory that no visible process uses. `files` maps names to bytes."""
     if not files:
         return ok("Leftover files", "none in /dev/shm")
     names = sorted(files, key=lambda name: -files[name])
     paths = " ".join(SHM_DIR + name for name in names[:MAX_NAMES])
-    detail = (
+    return warn(
+        "Leftover files",
         f"{len(names)} in /dev/shm, {gib(sum(files.values()))}: not written for {LEFTOVER_AGE_S / 60:.0f} minutes, and "
-        "no inspected process maps them or has them open"
-        + (f"; {uninspected} processes could not be inspected" if uninspected else "")
-        + (f"; the fix names the {MAX_NAMES} largest" if len(names) > MAX_NAMES else "")
+        "no process that this user can inspect maps them or has them open"
+        + (f"; the fix names the {MAX_NAMES} largest" if len(names) > MAX_NAMES else ""),
+        symptom="free memory shrinks with every run, until an error says: No space left on device",
+        # Processes of other users and of containers that share /dev/shm cannot be inspected.
+        fix=f"If no other process uses them, also in a container that shares /dev/shm (as root: fuser -v {paths}): "
+        f"rm {paths}",
     )
-    fix = f"rm {paths}"
-    if uninspected:
-        fix = f"Find out as root whether a process uses them (fuser -v {paths}). If no process does, remove them."
-    elif in_container:
-        fix = f"If no other container shares this /dev/shm (--ipc=host): {fix}"
-    symptom = "free memory shrinks with every run, until an error says: No space left on device"
-    return warn("Leftover files", detail, symptom=symptom, fix=fix)
 
 
 def processes() -> list[Process]:
@@ -420,45 +415,32 @@ def processes() -> list[Process]:
     return found
 
 
-def leftovers(folder: Path = Path(SHM_DIR)) -> tuple[dict[str, int], int]:
+def leftovers(folder: Path = Path(SHM_DIR)) -> dict[str, int]:
     """Files of this user that torch, SGLang or multiprocessing created and that no process uses, with bytes.
 
-    A process uses a file that it maps or has open. The second result is the number of processes that may use the files
-    and could not be inspected.
+    A process uses a file that it maps or has open. Processes of other users cannot be inspected.
     """
     old: dict[str, int] = {}
     for path in folder.iterdir() if folder.is_dir() else []:
-        try:
+        with contextlib.suppress(OSError):
             status = path.stat()
-        except OSError:
-            continue
-        mine = status.st_uid == os.getuid()
-        if mine and SHM_NAMES.match(path.name) and time.time() - status.st_mtime > LEFTOVER_AGE_S:
-            old[path.name] = status.st_blocks * 512
+            mine = status.st_uid == os.getuid()
+            if mine and SHM_NAMES.match(path.name) and time.time() - status.st_mtime > LEFTOVER_AGE_S:
+                old[path.name] = status.st_blocks * 512
     pids = set(psutil.pids())
-    opened, uninspected = find_open_files(pids) if old else (set(), 0)
-    used = find_shared_memory(pids).keys() | opened if old else set()
-    files = {name: size for name, size in old.items() if name not in used and not _owner_is_running(name, pids)}
-    return files, uninspected
+    used = find_shared_memory(pids).keys() | find_open_files(pids) if old else set()
+    return {name: size for name, size in old.items() if name not in used and not _owner_is_running(name, pids)}
 
 
-def find_open_files(pids: Iterable[int]) -> tuple[set[str], int]:
-    """Names of the files in `/dev/shm` that these processes have open, and the number of processes that could not be
-    inspected although they may open files of this user.
-    """
+def find_open_files(pids: Iterable[int]) -> set[str]:
+    """Names of the files in `/dev/shm` that these processes have open, as far as this user can inspect them."""
     found: set[str] = set()
-    uninspected = 0
     for pid in pids:
-        try:
+        with contextlib.suppress(OSError):
             for entry in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(FileNotFoundError):
                     found.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
-        except PermissionError:
-            with contextlib.suppress(OSError):
-                uninspected += os.stat(f"/proc/{pid}").st_uid == os.getuid()
-        except OSError:  # the process has ended
-            continue
-    return {path.removeprefix(SHM_DIR) for path in found if path.startswith(SHM_DIR)}, uninspected
+    return {path.removeprefix(SHM_DIR) for path in found if path.startswith(SHM_DIR)}
 
 
 def _owner_is_running(name: str, pids: set[int]) -> bool:
@@ -467,59 +449,19 @@ def _owner_is_running(name: str, pids: set[int]) -> bool:
     return owner is not None and int(owner[1]) in pids
 
 
-def is_in_container(namespace: str = "/proc/self/ns/pid") -> bool:
-    """Whether processes of the machine may be invisible to this process. True when the kernel does not tell it."""
-    try:
-        return os.readlink(namespace) != INITIAL_PID_NAMESPACE
-    except OSError:  # a container without access to the link
-        return True
-
-
 def examine_leftovers() -> list[Finding]:
     """Check for leftover files and processes. Takes a second longer when there are orphans."""
-    (files, uninspected), found = leftovers(), processes()
+    found = processes()
     if _orphans(found):
         time.sleep(ORPHAN_RECHECK_S)
         first_pids = {process.pid for process in found}
         found = [process for process in processes() if process.pid in first_pids]
-    return [check_leftovers(files, uninspected=uninspected, in_container=is_in_container()), check_orphans(found)]
+    return [check_leftovers(leftovers()), check_orphans(found)]
 
 
-# -- Network ----------------------------------------------------------------------------------------
-# Checks of the network between a trainer and its own server: loopback, IPv6, ports and proxies.
+# -- Proxies ----------------------------------------------------------------------------------------
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-EPHEMERAL_MINIMUM = 4096
-
-
-def check_loopback(problem: str) -> Finding:
-    """Check connections over 127.0.0.1. `problem` is the error of such a connection, or "" if it worked."""
-    if not problem:
-        return ok("Loopback", "connections over 127.0.0.1 work")
-    return fail(
-        "Loopback",
-        problem,
-        symptom="a server cannot bind 127.0.0.1, or never becomes ready",
-        fix="Enable the loopback device (ip link set lo up). In a sandbox, allow local sockets.",
-    )
-
-
-def check_ipv6(available: bool) -> Finding:
-    """Check for IPv6, which only servers with `--host ::` need."""
-    return ok("IPv6", "available" if available else "not available; only --host :: needs it")
-
-
-def check_ephemeral(lowest: int, highest: int) -> Finding:
-    """Check the range of ports for outgoing connections and for servers without a fixed port."""
-    detail = f"{lowest} to {highest}"
-    if highest - lowest >= EPHEMERAL_MINIMUM:
-        return ok("Ports", detail)
-    return warn(
-        "Ports",
-        f"only {highest - lowest + 1} ports, {detail}",
-        symptom="with thousands of requests in flight: Cannot assign requested address",
-        fix="sysctl net.ipv4.ip_local_port_range='32768 60999'",
-    )
 
 
 def check_proxies(env: Mapping[str, str]) -> Finding:
@@ -541,44 +483,3 @@ def check_proxies(env: Mapping[str, str]) -> Finding:
         "(the adapters of this library ignore proxies)",
         fix='export no_proxy="localhost,127.0.0.1,::1${no_proxy:+,$no_proxy}"; export NO_PROXY="$no_proxy"',
     )
-
-
-def probe_loopback() -> str:
-    """Open a connection over 127.0.0.1. Returns the error, or "" if it worked."""
-    try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=5.0),
-        ):
-            server.settimeout(5.0)
-            server.accept()[0].close()
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def probe_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-def probe_ephemeral() -> tuple[int, int]:
-    """Lowest and highest port of the range; the default of Linux if the range cannot be read."""
-    try:
-        lowest, highest = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    except (OSError, ValueError):
-        return 32768, 60999
-    return int(lowest), int(highest)
-
-
-def examine_network() -> list[Finding]:
-    """Check the network of this machine."""
-    return [
-        check_loopback(probe_loopback()),
-        check_ipv6(probe_ipv6()),
-        check_ephemeral(*probe_ephemeral()),
-        check_proxies(os.environ),
-    ]

@@ -1,86 +1,19 @@
-"""Checks of a model: its files, its architecture and the memory for it, for SGLang and for vLLM."""
+"""Checks of a model: whether its files are complete, whether the ranks divide it, and whether it fits into memory."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from verl_server.adapter.model_files import ModelFacts, read_facts
-from verl_server.doctor.engine import InstalledEngine
+from verl_server.adapter.model_files import ModelFacts, find_model_file, read_facts
+from verl_server.adapter.sglang.server_arguments import indivisible_sizes, tp_choices
+from verl_server.config import EngineKind
 from verl_server.doctor.machine import SERVER_BYTES, Hardware
-from verl_server.doctor.report import Finding, Level, check_devices, check_ranks, fail, gib, ok, warn
+from verl_server.doctor.report import Finding, fail, gib, ok, warn
 from verl_server.platforms.limits import available_memory
-from verl_server.vllm_server.start import explain_head_size
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
-
-
-def check_architecture(facts: ModelFacts, *, in_sglang: bool | None, in_transformers: bool) -> Finding:
-    """Check whether SGLang supports the architecture.
-
-    `in_sglang` is None when SGLang is not installed, which another check reports.
-    """
-    title, symptom = "Architecture", "the server ends with: Model architectures [...] are not supported for now"
-    if not facts.architecture:
-        return fail(
-            title,
-            "config.json has no architecture",
-            symptom=symptom,
-            fix='Add "architectures": ["..."] to config.json, with the value of the original model.',
-        )
-    if in_sglang is None or in_sglang:
-        return ok(title, facts.architecture)
-    if facts.own_code or in_transformers:
-        return warn(
-            title,
-            f"{facts.architecture} is not a model of SGLang; its slower transformers backend can perhaps serve it",
-            symptom=symptom,
-            fix="Start the server with --model-impl transformers" + (" --trust-remote-code" if facts.own_code else ""),
-        )
-    return fail(
-        title,
-        f"neither SGLang nor transformers supports {facts.architecture}",
-        symptom=symptom,
-        fix="Upgrade SGLang to the newest supported version (see the SGLang line above), or choose another model.",
-    )
-
-
-def check_tokenizer(names: set[str]) -> Finding:
-    """Check for tokenizer files. `names` are the files of the model's folder."""
-    found = sorted(names & set(TOKENIZER_FILES))
-    if found or any(name.endswith(".tiktoken") for name in names):
-        return ok("Tokenizer", ", ".join(found) or "tiktoken")
-    return warn(
-        "Tokenizer",
-        "the folder has no tokenizer file",
-        symptom="the server ends during its start with OSError: Can't load tokenizer",
-        fix="Copy the tokenizer files of the original model into the folder, or serve token ids only with "
-        "--skip-tokenizer-init.",
-    )
-
-
-def known_to_sglang(architecture: str) -> bool | None:
-    """Whether a file of SGLang's model folder names the class. None without SGLang. Does not import SGLang."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations or not architecture:
-        return None
-    wanted = re.compile(rf"\b{re.escape(architecture)}\b")
-    models = Path(spec.submodule_search_locations[0]) / "srt" / "models"
-    return any(wanted.search(file.read_text(encoding="utf-8")) for file in models.rglob("*.py"))
-
-
-def known_to_transformers(model_type: str) -> bool:
-    """Whether transformers has a folder for the model type. Does not import transformers."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or not spec.submodule_search_locations or not model_type:
-        return False
-    return (Path(spec.submodule_search_locations[0]) / "models" / model_type.replace("-", "_")).is_dir()
-
 
 # -- Weights ----------------------------------------------------------------------------------------
 # Checks of a model's weight files: whether they are complete, and whether the weights fit into memory.
@@ -248,103 +181,18 @@ def weights_of_config(folder: Path) -> Weights | None:
 
 
 # -- Model ------------------------------------------------------------------------------------------
-# Checks whether vLLM can serve a model. They read vLLM's source files and import nothing of it.
-
-REGISTRY = Path("model_executor/models/registry.py")
-CPU_ATTENTION = Path("v1/attention/backends/cpu_attn.py")
-HEAD_SIZES = re.compile(r"def get_supported_head_sizes\(.*?return \[([\d, ]+)\]", re.DOTALL)
-
-
-def known_to_vllm(folder: Path, architecture: str) -> bool | None:
-    """Whether vLLM's registry names the class. None if there is no such file. `folder`: that of the package vllm."""
-    registry = folder / REGISTRY
-    return f'"{architecture}"' in registry.read_text(encoding="utf-8") if registry.is_file() else None
-
-
-def read_head_sizes(folder: Path) -> list[int]:
-    """The head sizes that vLLM's attention on a CPU computes. Empty if its source file does not list them."""
-    source = folder / CPU_ATTENTION
-    found = HEAD_SIZES.search(source.read_text(encoding="utf-8")) if source.is_file() else None
-    return [int(size) for size in found[1].split(",") if size.strip()] if found else []
-
-
-def check_vllm_architecture(facts: ModelFacts, folder: Path) -> Finding:
-    """Check whether vLLM supports the architecture."""
-    title, symptom = "Architecture", "the server ends with: Model architectures [...] are not supported for now"
-    if facts.architecture and known_to_vllm(folder, facts.architecture) is not False:
-        return ok(title, facts.architecture)
-    if facts.architecture and (facts.own_code or known_to_transformers(facts.model_type)):
-        return warn(
-            title,
-            f"{facts.architecture} is not a model of vLLM; its slower transformers backend can perhaps serve it",
-            symptom=symptom,
-            fix="Start the server with model_impl='transformers'"
-            + (" and trust_remote_code=True. Weight updates of it are not tested." if facts.own_code else "."),
-        )
-    return fail(
-        title,
-        f"neither vLLM nor transformers supports {facts.architecture}"
-        if facts.architecture
-        else "config.json has no architecture",
-        symptom=symptom,
-        fix="Choose another model, or correct the architectures in config.json.",
-    )
-
-
-def check_head_size(facts: ModelFacts, sizes: list[int]) -> Finding | None:
-    """Check the size of the model's attention heads on a CPU. None if it is not known which sizes vLLM computes."""
-    if not sizes or not facts.head_dim:
-        return None
-    refusal = explain_head_size({"head_dim": facts.head_dim, "kv_lora_rank": facts.latent}, sizes)
-    if refusal is None:
-        return ok("Head size", f"{facts.head_dim} elements")
-    detail, _, fix = refusal.rpartition(": ")
-    return fail(
-        "Head size",
-        detail,
-        symptom="BadInputError when a server starts. A server that is started without this library ends at its first "
-        "token",
-        fix=f"{fix[0].upper()}{fix[1:]}.",
-    )
-
-
-def examine_vllm_model(facts: ModelFacts, folder: Path | None, *, tp: int, on_cpu: bool) -> list[Finding]:
-    """Check a model. `folder`: that of the package vllm; None if vLLM is not installed, which another check reports."""
-    heads = check_head_size(facts, read_head_sizes(folder)) if folder is not None and on_cpu else None
-    symptom = "the server ends during its start: must be divisible by tensor parallel size, or not divisible by"
-    ranks = [
-        finding if finding.level is Level.OK or finding.title == "Experts" else replace(finding, symptom=symptom)
-        for finding in check_ranks(facts, tp, on_cpu=False)
-    ]
-    architecture = [] if folder is None else [check_vllm_architecture(facts, folder)]
-    return [*architecture, *([heads] if heads else []), *ranks]
-
-
-# -- Checkpoint -------------------------------------------------------------------------------------
-# All checks of one model: its folder, its configuration, its weights, and whether they fit on this machine.
 
 
 def find_folder(model: str) -> Path | None:
     """The folder of a model: a path, or the local cache of a model of the Hugging Face Hub. None without a folder."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if not is_hub_name(model):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(model, "config.json")
-    return Path(cached).parent if isinstance(cached, str) else None
-
-
-def is_hub_name(model: str) -> bool:
-    """Whether `model` has the form `organisation/name` and is not a path."""
-    return model.count("/") == 1 and not model.startswith(("/", ".", "~"))
+    file = None if folder.is_dir() else find_model_file(model, "config.json")
+    return folder if folder.is_dir() else None if file is None else file.parent
 
 
 def check_missing(model: str) -> Finding:
     """The finding for a model whose folder `find_folder` did not find."""
-    if is_hub_name(model):
+    if model.count("/") == 1 and not model.startswith(("/", ".", "~")):
         return warn(
             "Model",
             f"{model} is not in the local cache: the first start downloads it, and it was not checked",
@@ -370,8 +218,27 @@ def read_config(folder: Path) -> tuple[ModelFacts | None, Finding]:
             symptom="the server ends during its start",
             fix="Pass the folder that holds config.json: the folder that save_pretrained wrote, or the Hub snapshot.",
         )
-    sizes = f"{facts.layers} layers, vocabulary {facts.vocab}, context {facts.context}, {facts.dtype}"
-    return facts, ok("Model", f"{facts.model_type}: {sizes}")
+    experts = f", {facts.experts} experts, {facts.experts_per_token} per token" if facts.experts else ""
+    sizes = f"{facts.layers} layers, vocabulary {facts.vocab}, context {facts.context}, {facts.dtype}{experts}"
+    return facts, ok("Model", f"{facts.architecture}: {sizes}")
+
+
+def check_ranks(facts: ModelFacts, tp: int, *, on_cpu: bool) -> Finding:
+    """Check whether the model can be split over `tp` ranks. The engines pad the vocabulary, so it is not checked.
+
+    `on_cpu`: whether the server is one of SGLang on a CPU, which does not replicate KV heads.
+    """
+    title = f"Tensor parallel {tp}"
+    if indivisible := indivisible_sizes(facts, tp, on_cpu=on_cpu):
+        return fail(
+            title,
+            f"{tp} ranks cannot divide {', '.join(indivisible)}",
+            symptom="the start of the server is refused, or it ends with AssertionError: ... is not divisible by ...",
+            fix=f"--tp {' or '.join(map(str, tp_choices(facts, tp, on_cpu=on_cpu)))}",
+        )
+    replicated = facts.kv_heads and not facts.latent and tp > facts.kv_heads
+    kv = f"{facts.kv_heads} KV heads" + (f", each on {tp // facts.kv_heads} ranks" if replicated else "")
+    return ok(title, f"{facts.heads} heads, {kv}")
 
 
 def check_memory_of(folder: Path, facts: ModelFacts, hardware: Hardware, *, tp: int, dtype: str) -> list[Finding]:
@@ -391,30 +258,17 @@ def check_memory_of(folder: Path, facts: ModelFacts, hardware: Hardware, *, tp: 
 
 
 def examine_checkpoint(
-    model: str, hardware: Hardware, *, tp: int, dtype: str, engine: InstalledEngine | None = None
+    model: str, hardware: Hardware, *, tp: int, dtype: str, kind: EngineKind = EngineKind.SGLANG
 ) -> list[Finding]:
-    """Check a model against this machine and an engine, by default SGLang. Starts no server and downloads nothing."""
-    folder = find_folder(model)
-    if folder is None:
+    """Check a model against this machine and an engine. Starts no server and downloads nothing."""
+    if (folder := find_folder(model)) is None:
         return [check_missing(model)]
     facts, readable = read_config(folder)
     if facts is None:
         return [readable]
-    on_cpu = hardware.accelerator is None
-    devices = check_devices(tp, accelerator=hardware.accelerator, devices=hardware.devices, cores=hardware.cores)
-    if engine is not None and engine.kind == "vllm":
-        of_engine = examine_vllm_model(facts, engine.folder, tp=tp, on_cpu=on_cpu)
-    else:
-        architecture = check_architecture(
-            facts,
-            in_sglang=known_to_sglang(facts.architecture),
-            in_transformers=known_to_transformers(facts.model_type),
-        )
-        of_engine = [architecture, *check_ranks(facts, tp, on_cpu=on_cpu)]
+    is_sglang_on_cpu = kind is EngineKind.SGLANG and hardware.accelerator is None
     return [
         readable,
-        *of_engine,
-        *([devices] if devices else []),
-        check_tokenizer({file.name for file in folder.iterdir()}),
+        check_ranks(facts, tp, on_cpu=is_sglang_on_cpu),
         *check_memory_of(folder, facts, hardware, tp=tp, dtype=dtype),
     ]

@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.text import Text
 
-from verl_server.adapter.model_files import ModelFacts
-from verl_server.adapter.sglang.server_arguments import indivisible_sizes, tp_choices
-
 # -- Finding ----------------------------------------------------------------------------------------
 # `Finding`: the result of one check. Every check is a function from plain values to findings.
 
@@ -53,6 +50,15 @@ def warn(title: str, detail: str, *, symptom: str, fix: str) -> Finding:
 def fail(title: str, detail: str, *, symptom: str, fix: str) -> Finding:
     """A problem with which servers do not start or weights cannot be updated."""
     return Finding(Level.FAIL, title, detail, symptom, fix)
+
+
+def check_amount(
+    title: str, detail: str, amount: float, *, minimum: float, recommended: float, symptom: str, fix: str
+) -> Finding:
+    """A finding about a resource of the machine: FAIL below `minimum`, WARN below `recommended`, otherwise OK."""
+    if amount >= recommended:
+        return ok(title, detail)
+    return (fail if amount < minimum else warn)(title, detail, symptom=symptom, fix=fix)
 
 
 def gib(count: int) -> str:
@@ -98,60 +104,3 @@ def _show_one(finding: Finding, console: Console) -> None:
     for label, text in (("symptom", finding.symptom), ("fix", finding.fix)):
         if text:
             console.print(Text(f"{'':{INDENT}}{label + ':':<8} {text}"), soft_wrap=True)
-
-
-# -- Ranks ------------------------------------------------------------------------------------------
-# Checks of the number of tensor parallel ranks against the model's sizes and the number of devices.
-
-
-def check_ranks(facts: ModelFacts, tp: int, *, on_cpu: bool) -> list[Finding]:
-    """Check whether the model can be split over `tp` ranks. SGLang pads the vocabulary, so it is not checked."""
-    title = f"Tensor parallel {tp}"
-    indivisible = indivisible_sizes(facts, tp, on_cpu=on_cpu)
-    found = []
-    if indivisible:
-        found.append(
-            fail(
-                title,
-                f"{tp} ranks cannot divide {', '.join(indivisible)}",
-                symptom="the server ends during its start with AssertionError: ... is not divisible by ..., or "
-                "RuntimeError: start (...) + length (...) exceeds dimension size",
-                fix=f"--tp {' or '.join(map(str, tp_choices(facts, tp, on_cpu=on_cpu)))}",
-            )
-        )
-    if facts.experts and not 0 < facts.experts_per_token <= facts.experts:
-        found.append(
-            fail(
-                "Experts",
-                f"{facts.experts_per_token} experts per token, but the model has {facts.experts} experts",
-                symptom="the server ends at the first request (top-k out of range)",
-                fix="Correct num_experts_per_tok in config.json.",
-            )
-        )
-    return found or [ok(title, _describe_sizes(facts, tp))]
-
-
-def _describe_sizes(facts: ModelFacts, tp: int) -> str:
-    replicated = facts.kv_heads and not facts.latent and tp > facts.kv_heads
-    kv = f"{facts.kv_heads} KV heads" + (f", each on {tp // facts.kv_heads} ranks" if replicated else "")
-    moe = f", {facts.experts} experts, {facts.experts_per_token} per token" if facts.experts else ""
-    return f"{facts.heads} heads, {kv}{moe}"
-
-
-def check_devices(tp: int, *, accelerator: str | None, devices: int, cores: int) -> Finding | None:
-    """Check that there are at least as many devices as ranks; on a CPU, as many cores."""
-    if accelerator and tp > devices:
-        return fail(
-            "Devices",
-            f"{tp} ranks, but only {devices} devices",
-            symptom="the server ends during its start with: invalid device ordinal",
-            fix=f"--tp {devices} or lower, or several nodes (--nnodes)",
-        )
-    if not accelerator and tp > cores:
-        return warn(
-            "Devices",
-            f"{tp} ranks, but only {cores} CPU cores",
-            symptom="generation is slower than with fewer ranks",
-            fix=f"--tp {cores} or lower",
-        )
-    return None

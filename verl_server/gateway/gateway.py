@@ -35,7 +35,7 @@ from verl_server.ranks.placement import is_loopback
 from verl_server.server.launch import bind, join_host_port, listen
 from verl_server.server.process import raise_open_file_limit, start_thread
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.trajectory.view.model import decoder_of
+from verl_server.trajectory.view import decoder_of
 from verl_server.types import Json
 from verl_server.validation import check_arguments, require_key
 

@@ -25,7 +25,7 @@ from verl_server.gateway.records import TOO_MANY_FILES
 from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.threads import CallThatMayHang
 from verl_server.router.resumable_generation import OnTokens
-from verl_server.trajectory.nodes import Node
+from verl_server.trajectory.graph import Node
 from verl_server.types import Json
 
 # -- Metrics ----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from verl_server.gateway.sessions.session_store import SessionStore, record_kind
 from verl_server.gateway.sessions.turns import Slots
 from verl_server.gateway.threads import run_aside
 from verl_server.trajectory.recorder import Recorder
-from verl_server.trajectory.view.model import decoder_of
+from verl_server.trajectory.view import decoder_of
 
 # -- Sample gateway ---------------------------------------------------------------------------------
 # `SampleGateway`: the gateway of one sample, whose only session records in the episode of the sample.

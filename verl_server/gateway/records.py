@@ -22,7 +22,7 @@ from verl_server.gateway.errors import OPEN_FILE_ERRORS, ErrorKind, GatewayError
 from verl_server.gateway.threads import call_in_thread
 from verl_server.ranks.placement import boot_id
 from verl_server.server.process import open_file_limit
-from verl_server.trajectory.nodes import Node, NodeFields
+from verl_server.trajectory.graph import Node, NodeFields
 from verl_server.trajectory.recorder import Recorder, close_locked, open_locked, session_file
 from verl_server.types import Json
 from verl_server.validation import make_writable_folder

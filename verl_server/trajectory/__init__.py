@@ -14,15 +14,25 @@ if TYPE_CHECKING:
     from verl_server.trajectory.exports.atif import from_atif, to_atif
     from verl_server.trajectory.exports.litellm import to_litellm
     from verl_server.trajectory.exports.verifiers import from_verifiers, to_verifiers
-    from verl_server.trajectory.graph import Divergence, Termination, TrajectoryGraph, find_divergences
-    from verl_server.trajectory.nodes import NO_VERSION, ForkReason, Node, Note, Span, TokenSequence
+    from verl_server.trajectory.graph import (
+        NO_VERSION,
+        Divergence,
+        ForkReason,
+        Node,
+        Note,
+        Span,
+        Termination,
+        TokenSequence,
+        TrajectoryGraph,
+        find_divergences,
+    )
     from verl_server.trajectory.recorder import Recorder, list_sessions, load_session, session_file
     from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
     from verl_server.trajectory.rendering.families import FamilyRenderer, get_renderer
     from verl_server.trajectory.rendering.messages import ASSISTANT_PLACEHOLDER, Message, ParsedToolCall, image_sources
     from verl_server.trajectory.rendering.vision import VisionInputs, VisionRenderer, image_data_url
     from verl_server.trajectory.routed_experts import ExpertLayout
-    from verl_server.trajectory.template_check.check import CheckedConversation, TemplateReport, Verdict, check_template
+    from verl_server.trajectory.template_check import CheckedConversation, TemplateReport, Verdict, check_template
 
 __all__ = [
     "ASSISTANT_PLACEHOLDER",
@@ -69,11 +79,21 @@ __getattr__, __dir__ = export_lazily(
     {
         "verl_server.trajectory.batches": ("to_batch", "to_packed", "to_tree"),
         "verl_server.trajectory.routed_experts": ("ExpertLayout",),
-        "verl_server.trajectory.graph": ("Divergence", "Termination", "TrajectoryGraph", "find_divergences"),
         "verl_server.trajectory.exports.atif": ("from_atif", "to_atif"),
         "verl_server.trajectory.exports.litellm": ("to_litellm",),
         "verl_server.trajectory.exports.verifiers": ("from_verifiers", "to_verifiers"),
-        "verl_server.trajectory.nodes": ("ForkReason", "NO_VERSION", "Node", "Note", "Span", "TokenSequence"),
+        "verl_server.trajectory.graph": (
+            "Divergence",
+            "ForkReason",
+            "NO_VERSION",
+            "Node",
+            "Note",
+            "Span",
+            "Termination",
+            "TokenSequence",
+            "TrajectoryGraph",
+            "find_divergences",
+        ),
         "verl_server.trajectory.recorder": ("Recorder", "list_sessions", "load_session", "session_file"),
         "verl_server.trajectory.rendering.chat_renderer": ("ChatRenderer",),
         "verl_server.trajectory.rendering.families": ("FamilyRenderer", "get_renderer"),
@@ -84,7 +104,7 @@ __getattr__, __dir__ = export_lazily(
             "ParsedToolCall",
             "image_sources",
         ),
-        "verl_server.trajectory.template_check.check": (
+        "verl_server.trajectory.template_check": (
             "CheckedConversation",
             "TemplateReport",
             "Verdict",

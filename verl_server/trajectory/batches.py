@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.config import NotNegativeInt, PositiveInt
 from verl_server.errors import BadInputError
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import NO_VERSION, Node, TokenSequence, concatenate_nodes
+from verl_server.trajectory.graph import NO_VERSION, Node, TokenSequence, TrajectoryGraph, concatenate_nodes
 from verl_server.trajectory.rendering.vision import VisionInputs, require_vision_inputs
 from verl_server.trajectory.routed_experts import ExpertLayout, read_experts, read_tree_experts
 from verl_server.validation import check_arguments, is_whole_number
@@ -33,8 +32,6 @@ GraphPath = tuple[TrajectoryGraph, int]
 """A session, and the id of the last node of one of its paths."""
 
 
-PATHS = "[sample.path for sample in samples]"
-"""The list of paths that a batch needs, for errors."""
 FAILED = "failed samples: [sample.path for sample in samples if sample.error is None]"
 """How failed samples are left out, for errors."""
 SET_REWARD = "sample.graph.set_rewards(sample.leaf, [-1.0])"
@@ -67,17 +64,14 @@ class Row:
 
 def make_rows(paths: Iterable[GraphPath]) -> list[Row]:
     """The rows of a batch. Raises BadInputError if they cannot be one batch, see `to_batch`."""
-    if not isinstance(paths, Iterable) or _is_path(paths):
-        problem = "got one path; pass [path]" if _is_path(paths) else f"got {type(paths).__name__}; pass {PATHS}"
-        raise BadInputError(f"a batch needs a list of paths, {problem}")
-    checked = list(paths)
+    checked = list(paths) if isinstance(paths, Iterable) else [paths]
     if not checked:
         raise BadInputError("a batch needs at least one path")
     for index, path in enumerate(checked):
         if not _is_path(path):
-            got = type(path).__name__
             raise BadInputError(
-                f"path {index} must be a tuple of a graph and the id of a node, got {got}; pass {PATHS}"
+                f"path {index} must be a tuple of a graph and the id of a node, got {type(path).__name__}; pass "
+                "[sample.path for sample in samples]"
             )
     has_reward = [any(node.id in graph.rewards for node in graph.path(leaf)) for graph, leaf in checked]
     for index, (graph, leaf) in enumerate(checked):
@@ -103,10 +97,15 @@ def make_rows(paths: Iterable[GraphPath]) -> list[Row]:
                 f"path {index} {session} has a reward at node {node}, before its first sampled token, so the reward "
                 f"would be lost; set the reward on a turn: {SET_REWARD}"
             )
-    rows, seen = [], _SeenNodes()
+    rows, leaves = [], set[tuple[int, int]]()
+    seen: dict[int, set[int]] = {}
+    """Ids of the nodes in the paths so far, by the `id` of the graph."""
     weights = {key: loss_weights(graph) for key, graph in {id(graph): graph for graph, _ in checked}.items()}
     for index, (graph, leaf) in enumerate(checked):
-        shared = seen.add(graph, leaf)
+        of_graph, path_ids = seen.setdefault(id(graph), set()), {node.id for node in graph.path(leaf)}
+        shared = set() if (id(graph), leaf) in leaves else of_graph & path_ids  # a path may be given twice
+        leaves.add((id(graph), leaf))
+        of_graph |= path_ids
         if shared and not any(node.sampled and node.token_ids for node in graph.path(leaf) if node.id not in shared):
             raise BadInputError(
                 f"path {index} (session {graph.session_id!r}) is the beginning of an earlier path of the batch, so it "
@@ -114,22 +113,6 @@ def make_rows(paths: Iterable[GraphPath]) -> list[Row]:
             )
         rows.append(_make_row(graph, leaf, shared, weights[id(graph)][leaf]))
     return rows
-
-
-class _SeenNodes:
-    """The nodes of the paths of a batch so far."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[int, set[int]] = {}
-        self._leaves: set[tuple[int, int]] = set()
-
-    def add(self, graph: TrajectoryGraph, leaf: int) -> set[int]:
-        """Add a path. Returns its nodes that are also in earlier paths, unless it is equal to one of them."""
-        seen, path = self._nodes.setdefault(id(graph), set()), {node.id for node in graph.path(leaf)}
-        shared = set() if (id(graph), leaf) in self._leaves else seen & path
-        self._leaves.add((id(graph), leaf))
-        seen |= path
-        return shared
 
 
 def _make_row(graph: TrajectoryGraph, leaf: int, shared: set[int], loss_weight: float) -> Row:

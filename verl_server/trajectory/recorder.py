@@ -21,7 +21,7 @@ import re
 import sys
 import threading
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict
 from numbers import Integral, Number
 from pathlib import Path
@@ -30,8 +30,7 @@ from typing import Any, Self, Unpack
 import orjson
 
 from verl_server.errors import BadInputError, ServerBusyError, UnsupportedError
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node, NodeFields, Span
+from verl_server.trajectory.graph import ForkReason, Node, NodeFields, Span, TrajectoryGraph
 from verl_server.types import Json
 from verl_server.validation import is_list, to_plain
 
@@ -145,37 +144,22 @@ def read_all(fd: int) -> bytes:
 
 VALUE_TYPES = (enum.Enum, uuid.UUID, datetime.date, datetime.time, datetime.timedelta)
 """Types of the standard library whose text is their value."""
+MAX_DEPTH = 150
+"""Number of containers around a value that counts for a digest. Each takes three calls of Python's stack of 1000."""
 ATTRIBUTE_MARK = ": attribute "
 """Part of the name of an input that is an attribute of an object."""
 
 
 def digest(value: object) -> str:
-    """A short digest of a value, equal in every process. Values of any type, size and depth have a digest.
+    """A short digest of a value, equal in every process. Values of any type and size have a digest.
 
     Equal numbers have the same digest, also scalars of numpy: 1 and 1.0. True differs from 1. A tuple equals a list,
     and a dataclass a dict of its fields. An array or a tensor counts with its dtype, shape and bytes, so it differs
     from a list of its elements; a tensor without readable memory, for example a sparse one, counts with dtype and shape
-    only. A class or a function counts with its name, and an object of an unknown type with its type only.
+    only. A class or a function counts with its name, and an object of an unknown type with its type only. What is
+    nested deeper than `MAX_DEPTH` does not count.
     """
-    stack: list[tuple[object, _Encoder]] = [(value, _encode(value))]
-    depths = {id(value): 0}
-    encoded: bytes | None = None
-    while stack:  # no recursion: a value may be nested deeper than Python's stack
-        container, encoder = stack[-1]
-        try:
-            child = next(encoder) if encoded is None else encoder.send(encoded)
-        except StopIteration as finished:
-            encoded = finished.value
-            del depths[id(container)]
-            stack.pop()
-            continue
-        encoded = _encode_scalar(child)
-        if encoded is None and id(child) in depths:  # the value contains itself
-            encoded = b"levels up:%d" % (len(stack) - depths[id(child)])
-        if encoded is None:
-            depths[id(child)] = len(stack)
-            stack.append((child, _encode(child)))
-    return hashlib.sha256(encoded or b"").hexdigest()[:16]
+    return hashlib.sha256(_encode(value, {})).hexdigest()[:16]
 
 
 def attribute_input(owner: str, name: str) -> str:
@@ -208,40 +192,38 @@ def require_same_inputs(path: Path, recorded: Mapping[str, str], given: Mapping[
         )
 
 
-_Encoder = Generator[Any, bytes, bytes]
-"""Yields the parts of a value, receives the encoding of each part, and returns the encoding of the value."""
+def _encode(value: Any, parents: Mapping[int, int]) -> bytes:
+    """The encoding of any value. Values that count as different have different encodings.
 
-
-def _encode(value: Any) -> _Encoder:
-    """The encoder of any value. Values that count as different have different encodings."""
+    `parents`: depth of each container of the value by its `id`.
+    """
     if (scalar := _encode_scalar(value)) is not None:
         return scalar
+    if id(value) in parents:  # the value contains itself
+        return b"levels up:%d" % (len(parents) - parents[id(value)])
+    if len(parents) > MAX_DEPTH:
+        return b"too deep"
+    parents = {**parents, id(value): len(parents)}
+
+    def encode(part: Any) -> bytes:
+        return _encode(part, parents)
+
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        entries = []
-        for key in value:
-            entries.append((yield key) + b":" + (yield value[key]))
-        return _join(b"mapping", sorted(entries))
+        return _join(b"mapping", sorted(encode(key) + b":" + encode(value[key]) for key in value))
     if isinstance(value, Set):
-        return _join(b"set", sorted((yield from _encode_items(value))))
+        return _join(b"set", sorted(map(encode, value)))
     if is_list(value):
-        return _join(b"list", (yield from _encode_items(value)))
+        return _join(b"list", map(encode, value))
     if (plain := to_plain(value)) is not value:  # a path or a bool of numpy, for example
-        return (yield plain)
+        return encode(plain)
     if hasattr(type(value), "__array__"):
-        return _join(b"array", (yield from _encode_items(_array_parts(value))))
+        return _join(b"array", map(encode, _array_parts(value)))
     return _encode_unknown(value)
 
 
-def _encode_items(values: Iterable[Any]) -> Generator[Any, bytes, list[bytes]]:
-    encoded = []
-    for value in values:
-        encoded.append((yield value))
-    return encoded
-
-
-def _join(kind: bytes, parts: list[bytes]) -> bytes:
+def _join(kind: bytes, parts: Iterable[bytes]) -> bytes:
     return kind + b":" + hashlib.sha256(b",".join(parts)).hexdigest().encode()
 
 

@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_server.config import PositiveInt
 from verl_server.errors import BadInputError
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import Node
+from verl_server.trajectory.graph import Node, TrajectoryGraph
 from verl_server.validation import check_fields
 from verl_server.weights.manifest import read_config
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from helpers import no_new_shared_memory
 from rich.console import Console
 
-from verl_server.conformance.case import CaseResult, Outcome
-from verl_server.conformance.cases import CASES
-from verl_server.conformance.suite import as_markdown, as_table, named_engine, run_suite, small_models
+from verl_server.conformance.cases import CaseResult, Outcome
+from verl_server.conformance.suite import CASES, as_markdown, as_table, named_engine, run_suite, small_models
 
 UPDATES = 6
 

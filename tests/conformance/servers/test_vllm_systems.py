@@ -8,11 +8,10 @@ import pytest
 from helpers import no_new_shared_memory
 from vllm_helpers import VLLM_PYTHON, needs_vllm
 
-from verl_server.conformance.case import CaseResult, ModelKind, Outcome
-from verl_server.conformance.cases import CASES
+from verl_server.conformance.cases import CaseResult, ModelKind, Outcome
 from verl_server.conformance.other_processes import find_vllm_python
-from verl_server.conformance.suite import named_engine, run_suite, small_models
-from verl_server.conformance.system import NotOfferedError
+from verl_server.conformance.suite import CASES, named_engine, run_suite, small_models
+from verl_server.conformance.systems import NotOfferedError
 from verl_server.conformance.systems.vllm import as_options
 from verl_server.errors import BadInputError
 

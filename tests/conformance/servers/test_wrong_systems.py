@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_server.conformance.case import Case, CaseResult, Outcome, ServedWeights, Trial
-from verl_server.conformance.cases import CASES, faults
-from verl_server.conformance.messages import CheckFailedError, without_paths
+from verl_server.conformance.cases import Case, CaseResult, Outcome, ServedWeights, Trial, faults
 from verl_server.conformance.reference import Reference
-from verl_server.conformance.system import Reply, System
+from verl_server.conformance.suite import CASES
+from verl_server.conformance.systems import CheckFailedError, Reply, System, without_paths
 from verl_server.conformance.systems.sglang import VerlEngineSystem
 from verl_server.conformance.worker import run_case
 

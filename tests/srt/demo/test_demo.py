@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
 import subprocess
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from verl_server.demo import run, trainer
-from verl_server.demo.display import format_time, remaining_s, sparkline
-from verl_server.demo.launch import Ranks
+from verl_server.demo import Ranks, run, trainer
+from verl_server.demo.display import Display
 from verl_server.demo.settings import Exam, Outcome, Ready, Settings, StepMetrics
 from verl_server.errors import BadInputError, PeerError
 
@@ -202,11 +203,17 @@ def test_a_run_passes_only_with_target_reward_and_small_logprob_gap(tmp_path: Pa
     assert "NOT PASSED" not in outcome(STEP).summary(tmp_path)
 
 
-def test_progress_figures() -> None:
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert len(sparkline([0.5] * 333, width=40)) == 40
-    assert remaining_s([replace(STEP, rollout_s=100.0), STEP, STEP], total=13) == pytest.approx(9.0)
-    assert (format_time(125.4), format_time(remaining_s([STEP], total=13))) == ("2:05", "?")
+def test_the_progress_in_a_file_is_a_line_every_ten_steps() -> None:
+    output = io.StringIO()
+    with Display(Settings(steps=12), Console(file=output)) as display:
+        display.ready(Ready(2.0, 1234))
+        for number in range(12):
+            display.step(replace(STEP, step=number))
+    first, ready, *lines = output.getvalue().splitlines()
+    assert first == "Starting two trainer ranks and one SGLang server."
+    assert ready == "Ready after 2 s. The server has 1,234 random weights."
+    assert [line.split()[1] for line in lines] == ["1/12", "11/12", "12/12"]
+    assert all("reward 0.900" in line for line in lines)
 
 
 def test_a_dead_rank_ends_the_run_with_an_error_that_names_it(tmp_path: Path) -> None:

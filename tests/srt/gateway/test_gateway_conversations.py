@@ -10,8 +10,8 @@ import pytest
 from verl_server.gateway import ConversationKind, label_conversations
 from verl_server.gateway.sessions.history import MAX_COMPARED_TURNS, Opening, find_main, kind_of
 from verl_server.trajectory import ForkReason, Span, TrajectoryGraph
-from verl_server.trajectory.conversations import KIND_NOTE
 from verl_server.trajectory.exports.common import find_links
+from verl_server.trajectory.graph import KIND_NOTE
 
 AGENT = Opening("You are an agent.", ["<env>x</env>\nFix the bug."], "t1", num_turns=5, max_new_tokens=32000)
 CHAT = Opening("You are an agent.", ["Fix the bug."], None, num_turns=5, max_new_tokens=4000)

@@ -33,7 +33,7 @@ from verl_server.gateway.sessions.session import MAX_CONVERSATIONS, KeyMemo
 from verl_server.gateway.threads import MAX_RENDERED_CHARS, is_short_prompt, run_aside
 from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
-from verl_server.trajectory.conversations import recorded_kinds
+from verl_server.trajectory.graph import recorded_kinds
 
 LIMITS = RolloutLimits(max_turns=1000, max_context_tokens=1000)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from gateway_chaos.client import Turn
 from verl_server.gateway.turn_text.splitting import split_turn
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
-from verl_server.trajectory.nodes import Node
+from verl_server.trajectory.graph import Node
 
 Generated = Counter[tuple[tuple[int, ...], tuple[int, ...]]]
 """Prompts and outputs of the engine, with the number of times that each pair was generated."""

@@ -16,7 +16,7 @@ from verl_server.errors import UnsupportedError
 from verl_server.tiny import make_tokenizer
 from verl_server.trajectory import ChatRenderer, FamilyRenderer, TemplateReport, Verdict, check_template
 from verl_server.trajectory.rendering.families import PROBE_TOOL
-from verl_server.trajectory.template_check.check import GrownPrompt, TurnText, compare
+from verl_server.trajectory.template_check import GrownPrompt, TurnText, compare
 
 RIGHT = (
     "{%- for t in tools or [] %}{{ t.function.name + ' ' }}{%- endfor %}"

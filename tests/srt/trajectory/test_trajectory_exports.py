@@ -679,10 +679,6 @@ def test_values_that_no_export_can_carry_are_refused() -> None:
     graph = make_session(TrajectoryGraph("s"))
     with pytest.raises(BadInputError, match="graph must be an instance of TrajectoryGraph, got a value of type dict"):
         to_verifiers({})  # type: ignore[arg-type]
-    with pytest.raises(BadInputError, match=r"pass ToolRegistry\.schemas"):
-        to_verifiers(graph, tools=[{"type": "function"}])
-    with pytest.raises(BadInputError, match="tools must be a list, got dict"):
-        to_atif(graph, tools={"name": "add"})  # type: ignore[arg-type]
     graph.terminations[1] = Termination(1, "done", reward=math.nan)  # as from a file of an earlier version
     with pytest.raises(BadInputError, match=r"session 's' cannot be exported: Reward\.score: .*finite number, got nan"):
         to_verifiers(graph)

@@ -23,17 +23,18 @@ from typer.testing import CliRunner
 from verl_server.cli.app import app
 from verl_server.errors import BadInputError
 from verl_server.trajectory import ForkReason, Recorder, Span, TrajectoryGraph, load_session
-from verl_server.trajectory.view.model import (
-    LOGPROB_LEVELS,
+from verl_server.trajectory.view import (
+    LOGPROB_LABELS,
     NodeView,
     TokenTexts,
     as_text,
     logprob_level,
     make_session_view,
+    print_session,
+    render_page,
     text_parts,
     visible,
 )
-from verl_server.trajectory.view.output import print_session, render_page
 
 COMMAND = [sys.executable, "-m", "verl_server.cli", "trajectory", "show"]
 ATTACK = "<script>alert(1)</script>"
@@ -126,8 +127,8 @@ def test_kinds_of_conversations_and_notes() -> None:
     view = make_session_view(graph)
     assert [path.kind for path in view.paths] == ["main", "summary", ATTACK, None]
     assert view.paths[2].origin == "begins with a prompt of its own", "not that of a sub-agent"
-    notes = [(1, "refused: limit max_turns"), (None, f"other\u240a{ATTACK}: 5")]
-    assert [(note.node, note.text) for note in view.notes] == notes
+    notes = [("refused: limit max_turns (after node 1)", (1,)), (f"other\u240a{ATTACK}: 5", ())]
+    assert [(line.text, line.nodes) for line in dict(view.sections)["Notes"]] == notes
     assert "begins a conversation of the kind summary" in view.paths[0].nodes[2].facts
     html = render_page(view)
     assert "script" not in Page(html).tags
@@ -142,27 +143,25 @@ def test_terminations_segments_and_divergences() -> None:
     graph = TrajectoryGraph("s")
     record_session(graph)
     view = make_session_view(graph)
-    failed, last = view.terminations
-    assert (failed.path, failed.node, failed.stop_reason, failed.is_last, failed.reward) == (1, 3, "error", False, None)
-    assert failed.error is not None
-    assert (failed.error.type, failed.error.message) == ("InfrastructureError", f"lost {ATTACK}")
-    assert failed.error.details == (("exit_code", "137"),)
-    assert (last.path, last.node, last.is_last, last.reward, last.error) == (4, 8, True, "1", None)
-    assert last.rewards == (("is_correct", "1"), (ATTACK, "2"))
-    assert [(item.path, item.node, item.weight, item.num_tokens) for item in view.segments] == [
-        (1, 3, "1", 8),
-        (3, 6, "0.5", 2),
-        (4, 8, "1", 4),
+    sections = dict(view.sections)
+    assert [(line.text, line.nodes, line.is_error) for line in sections["Terminations"]] == [
+        ("earlier attempt: stop reason error at node 3 of path 1, no reward", (3,), True),
+        (f"InfrastructureError: lost {ATTACK}", (), True),
+        ("exit_code: 137", (), True),
+        ("stop reason done at node 8 of path 4, reward 1", (8,), False),
+        (f"is_correct 1, {ATTACK} 2", (), False),
     ]
-    assert [item.num_sampled_tokens for item in view.segments] == [5, 1, 2]
-    assert [(item.path, item.node, item.original_path, item.original_node) for item in view.divergences] == [
-        (2, 4, 1, 3),
-        (3, 5, 1, 0),
-        (4, 7, 1, 0),
+    assert [(line.text, line.nodes) for line in sections["Trained segments"]] == [
+        ("path 1 up to node 3: weight 1, 8 tokens, of which 5 are sampled", (3,)),
+        ("path 3 up to node 6: weight 0.5, 2 tokens, of which 1 are sampled", (6,)),
+        ("path 4 up to node 8: weight 1, 4 tokens, of which 2 are sampled", (8,)),
     ]
-    assert "after 1 turn, at token 7: 49 instead of 41 (sample)" in view.divergences[0].text
-    assert "at token 1: 13 instead of 11 (compacted)" in view.divergences[2].text
-    assert [path.divergence for path in view.paths] == [None, *view.divergences]
+    first, second, third = sections["Divergences"]
+    assert [line.nodes for line in (first, second, third)] == [(3, 4), (0, 5), (0, 7)]
+    differs = "path 2 (node 4) differs from path 1 (node 3) after 1 turn, at token 7: 49 instead of 41 (sample)"
+    assert first.text == differs
+    assert "at token 1: 13 instead of 11 (compacted)" in third.text
+    assert [path.divergence for path in view.paths] == [None, first, second, third]
 
 
 def test_facts_of_a_turn() -> None:
@@ -190,7 +189,7 @@ def test_session_that_has_not_finished() -> None:
     add_messages(graph, None, [1], {"role": "user", "content": "a"})
     add_turn(graph, 0, [2], "b")
     view = make_session_view(graph)
-    assert (view.terminations, view.segments) == ((), ())
+    assert view.sections == ()
     assert not any(node.is_left_out for path in view.paths for node in path.nodes)
 
 
@@ -199,10 +198,11 @@ def test_segments_of_an_earlier_version() -> None:
     graph = TrajectoryGraph("s")
     add_messages(graph, None, [1], {"role": "user", "content": "a"})
     graph.terminate(0, "error", {"message": 3})
-    assert make_session_view(graph).segments == ()
+    assert "Trained segments" not in dict(make_session_view(graph).sections)
     add_turn(graph, 0, [2], "b")
     graph.terminate(1, "done")
-    assert [(segment.node, segment.weight) for segment in make_session_view(graph).segments] == [(1, "1")]
+    (line,) = dict(make_session_view(graph).sections)["Trained segments"]
+    assert line.text.startswith("path 1 up to node 1: weight 1, ")
 
 
 @given(
@@ -235,7 +235,7 @@ def nodes_of(view: Any) -> list[NodeView]:
 def test_levels_of_log_probs() -> None:
     values = [0.0, -0.05, -0.2, -1.0, -3.0, -5.0, -20.0]
     assert [logprob_level(value) for value in values] == [0, 0, 1, 2, 3, 4, 5]
-    assert [level.number for level in LOGPROB_LEVELS] == list(range(6))
+    assert len(LOGPROB_LABELS) == 6
 
 
 @given(st.text(max_size=30), st.binary(max_size=6))
@@ -509,7 +509,11 @@ def test_the_page_has_all_facts_and_loads_nothing(session: Path) -> None:
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert all(address.startswith("#n") and address[1:] in page.ids for address in page.addresses)
     view = make_session_view(load_session(session))
-    texts = [*view.facts, *(path.origin for path in view.paths), *(item.text for item in view.divergences)]
+    texts = [
+        *view.facts,
+        *(path.origin for path in view.paths),
+        *(line.text for _, lines in view.sections for line in lines),
+    ]
     texts += [fact for node in nodes_of(view) for fact in node.facts]
     texts += [part.text for node in nodes_of(view) for part in node.parts]
     for text in [*texts, "InfrastructureError", "exit_code: 137", "is_correct", "0.5", "v4", "v5", "□ context"]:
@@ -544,8 +548,9 @@ def test_names_are_in_one_line() -> None:
     add_turn(graph, 0, [2], "x")
     graph.terminate(1, "done\u200b", rewards={"correct\nformat 1.0": 0.0})
     view = make_session_view(graph)
-    assert view.terminations[0].rewards == (("correct\u240aformat 1.0", "0"),)
-    assert view.terminations[0].stop_reason == "done\\u200b"
+    end, rewards = dict(view.sections)["Terminations"]
+    assert rewards.text == "correct\u240aformat 1.0 0"
+    assert end.text.startswith("stop reason done\\u200b at ")
     assert view.paths[0].nodes[0].parts[0].label == "user\u240aassistant"
     assert view.paths[0].nodes[0].parts[0].text == "a\nb"
 

@@ -34,7 +34,7 @@ from verl_server.agent.steps.schedule import Delivery, StepSchedule
 from verl_server.agent.user_code import wait_despite_cancellation
 from verl_server.errors import BadInputError
 from verl_server.trajectory.batches import to_batch
-from verl_server.trajectory.nodes import Node
+from verl_server.trajectory.graph import Node
 from verl_server.trajectory.rendering.vision import VisionInputs
 from verl_server.trajectory.routed_experts import ExpertLayout
 

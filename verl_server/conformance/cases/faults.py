@@ -19,20 +19,18 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from verl_server.conformance.case import Case, Footprint, ServedWeights, Trial
+from verl_server.conformance.cases import Case, Footprint, ServedWeights, Trial
 from verl_server.conformance.cases.serving import running_requests
-from verl_server.conformance.messages import CheckFailedError, describe
 from verl_server.conformance.other_processes import (
     is_running,
     other_process,
     push_from_file,
-    remove_processes,
     require_no_files,
     start_and_wait,
     wait_for_end,
 )
 from verl_server.conformance.reference import Interceptor, Weights, describe_gap, require_gap
-from verl_server.conformance.system import NotOfferedError
+from verl_server.conformance.systems import CheckFailedError, NotOfferedError, describe, remove_processes, tree_of
 from verl_server.errors import ServerError
 from verl_server.types import Json
 
@@ -139,7 +137,7 @@ def owner_killed(trial: Trial) -> str:
         pids = _receive(connection)
         if not isinstance(pids, list):
             raise CheckFailedError(f"the trainer of the second server {pids}")
-        with remove_processes(pids):
+        with remove_processes({process for pid in pids for process in tree_of(pid)}):
             process.kill()
             killed_at = time.monotonic()
             wait_for_end(pids, KILLED_END_S)

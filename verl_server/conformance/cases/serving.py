@@ -11,10 +11,9 @@ from contextlib import contextmanager
 
 import torch
 
-from verl_server.conformance.case import Case, Trial
-from verl_server.conformance.messages import CheckFailedError
+from verl_server.conformance.cases import Case, Trial
 from verl_server.conformance.reference import LOGPROB_LIMIT, PROMPTS, describe_gap, require_gap
-from verl_server.conformance.system import Reply, System
+from verl_server.conformance.systems import CheckFailedError, Reply, System
 
 RUNNING_TOKENS = 1800
 """Number of tokens of a request that is to run during an update."""

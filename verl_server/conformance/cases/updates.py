@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from verl_server.conformance.case import Case, ModelKind, Trial
-from verl_server.conformance.messages import CheckFailedError
+from verl_server.conformance.cases import Case, ModelKind, Trial
 from verl_server.conformance.reference import LOGPROB_LIMIT, PROMPTS, Weights, describe_gap, require_gap
+from verl_server.conformance.systems import CheckFailedError
 
 _SEEDS_IN_A_ROW = (11, 12, 13)
 #: Parts of the names of modules that no engine fuses with another: an attention, a norm, an MLP, the embedding.

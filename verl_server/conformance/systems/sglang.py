@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -24,8 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import EngineKind, PauseMode, RemoteServer
-from verl_server.conformance.other_processes import kill_processes
-from verl_server.conformance.system import (
+from verl_server.conformance.systems import (
     FINISH_PATH,
     LOAD_PATH,
     NotOfferedError,
@@ -33,11 +31,13 @@ from verl_server.conformance.system import (
     as_reply,
     post,
     read_tensor,
+    remove_processes,
     sampling,
+    tree_of,
 )
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.server.launch import PortReservation
-from verl_server.server.warden.processes import find_shared_memory, list_descendants, remove_shared_memory
+from verl_server.server.warden.processes import list_descendants
 
 
 class SglangSystem:
@@ -61,14 +61,12 @@ class SglangSystem:
             reservation = PortReservation("127.0.0.1")
             self._adapter = HttpServerEngineAdapter(**arguments, port=reservation.port)
             reservation.release()
-            main = psutil.Process(self._adapter.process.pid)
-            self._processes = [main, *main.children(recursive=True)]
+            self._tree = tree_of(self._adapter.process.pid)
         else:
             # The constructor always starts a server. The other methods need the arguments only.
             self._adapter = HttpServerEngineAdapter.__new__(HttpServerEngineAdapter)
             self._adapter.server_args = ServerArgs(**arguments, port=port)
-            self._processes = []
-        self._files = find_shared_memory([process.pid for process in self._processes])
+            self._tree = set()
         self.url = str(self._adapter.server_args.url())
 
     def update(
@@ -127,20 +125,16 @@ class SglangSystem:
         return functools.partial(SglangSystem, self._model, urlsplit(url).port, **self._server_args)
 
     def server_pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.is_running()]
+        return [process.pid for process in self._tree if process.is_running()]
 
     def kill_server(self) -> None:
-        self._processes[0].kill()
+        os.kill(self._adapter.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End all processes of the server, also those that survive the main process, and remove their files."""
-        pids = [process.pid for process in self._processes]
-        self._files |= find_shared_memory(pids)
-        with contextlib.suppress(Exception):  # its own deadline; what is left is killed below
-            if self._processes:
+        with remove_processes(self._tree), contextlib.suppress(Exception):  # its own deadline; what is left is killed
+            if self._tree:
                 self._adapter.shutdown()
-        kill_processes(self._processes)
-        remove_shared_memory(self._files)
 
 
 # -- Verl engine ------------------------------------------------------------------------------------

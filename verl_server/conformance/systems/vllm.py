@@ -6,6 +6,7 @@ transfer backend (`vllm_backend.py`). Around each update the trainer pauses and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import shutil
@@ -23,11 +24,9 @@ import torch
 from safetensors.torch import save_file
 
 from verl_server.adapter.vllm.replies import parse_generation
-from verl_server.conformance.other_processes import kill_processes
-from verl_server.conformance.system import NotOfferedError, Reply, as_reply, post
+from verl_server.conformance.systems import NotOfferedError, Reply, as_reply, post, remove_processes, tree_of
 from verl_server.server.environment import ServerPython
 from verl_server.server.launch import PortReservation
-from verl_server.server.warden.processes import find_shared_memory, remove_shared_memory
 
 # -- Vllm process -----------------------------------------------------------------------------------
 # The process of a bare vLLM server, with the weight transfer backend of `vllm_backend.py` as its plugin.
@@ -56,8 +55,8 @@ class VllmProcess:
         """Start the server and wait until it is ready. `options`: further options of its command line."""
         self.folder = Path(tempfile.mkdtemp(prefix="vllm-", dir=model.parent))
         """Folder for the plugin, temporary files and the files of updates, removed by `close`."""
-        self._processes: list[psutil.Process] = []
-        self._files: dict[str, int] = {}
+        self._tree = set[psutil.Process]()
+        """The server's processes. Those below the main process outlive it when it is killed."""
         reservation = PortReservation("127.0.0.1")
         self.url = f"http://127.0.0.1:{reservation.port}"
         variables = {**VARIABLES, "PYTHONPATH": str(_write_plugin(self.folder)), "TMPDIR": str(self.folder)}
@@ -74,13 +73,13 @@ class VllmProcess:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_S
         while not self._is_ready():
-            self._record_processes()
+            self._tree |= tree_of(self._popen.pid)
             if self._popen.poll() is not None:
                 raise RuntimeError(f"vLLM's server ended with exit code {self._popen.returncode} at its start")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"vLLM's server was not ready after {START_S:g} s")
             time.sleep(POLL_S)
-        self._record_processes()
+        self._tree |= tree_of(self._popen.pid)
 
     def _is_ready(self) -> bool:
         try:
@@ -90,19 +89,10 @@ class VllmProcess:
         except requests.RequestException:
             return False
 
-    def _record_processes(self) -> None:
-        """Record the server's processes. Those below the main process outlive it when it is killed."""
-        try:
-            main = psutil.Process(self._popen.pid)
-            found = [main, *main.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
-        self._processes += [process for process in found if process not in self._processes]
-
     @property
     def pids(self) -> list[int]:
         """Process ids of the server that still run."""
-        return [process.pid for process in self._processes if process.is_running()]
+        return [process.pid for process in self._tree if process.is_running()]
 
     def kill(self) -> None:
         """Kill the main process with SIGKILL."""
@@ -111,16 +101,11 @@ class VllmProcess:
 
     def close(self) -> None:
         """End all processes, also those that outlive the main process, and remove their files."""
-        self._record_processes()
-        self._files = find_shared_memory([process.pid for process in self._processes])
-        self._popen.terminate()
-        try:
+        self._tree |= tree_of(self._popen.pid)
+        with remove_processes(self._tree), contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.terminate()
             self._popen.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-        kill_processes(self._processes)
         self._popen.wait()
-        remove_shared_memory(self._files)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

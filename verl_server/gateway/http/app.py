@@ -46,7 +46,7 @@ from verl_server.gateway.sessions.session_store import SessionStore
 from verl_server.gateway.sessions.turns import Client, Generation, Slots
 from verl_server.gateway.threads import is_short_body, run_aside
 from verl_server.tracing import continue_trace, span
-from verl_server.trajectory.view.model import DecodeFn
+from verl_server.trajectory.view import DecodeFn
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)

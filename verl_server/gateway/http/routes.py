@@ -26,11 +26,9 @@ from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.sessions.session_store import SessionInfo, SessionStore, record_kinds
 from verl_server.gateway.threads import OneAtATime
 from verl_server.ranks.placement import is_loopback
-from verl_server.trajectory.exports import ExportFormat
-from verl_server.trajectory.exports.files import export_lines
+from verl_server.trajectory.exports import ExportFormat, export_lines
 from verl_server.trajectory.recorder import load_session
-from verl_server.trajectory.view.model import DecodeFn, make_session_view, visible
-from verl_server.trajectory.view.output import render_page
+from verl_server.trajectory.view import DecodeFn, make_session_view, render_page, visible
 from verl_server.types import Json
 
 CLIENT_HAS_GONE = 499

@@ -25,8 +25,7 @@ import orjson
 
 from verl_server.gateway.conversation import LITELLM_EMPTY_TEXT, AssistantTurn, TurnRequest, normalize_messages
 from verl_server.gateway.turn_text.splitting import THOUGHT_END, split_thought
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node
+from verl_server.trajectory.graph import ForkReason, Node, TrajectoryGraph
 from verl_server.trajectory.rendering.messages import Message, as_json
 from verl_server.types import Json
 

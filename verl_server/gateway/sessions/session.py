@@ -52,8 +52,7 @@ from verl_server.gateway.turn_text.splitting import (
     split_turn,
     until_stop,
 )
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node
+from verl_server.trajectory.graph import ForkReason, Node, TrajectoryGraph
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
 from verl_server.trajectory.rendering.foreign_text import texts_of
 from verl_server.trajectory.rendering.messages import Message, as_json, image_sources

@@ -33,8 +33,7 @@ from verl_server.gateway.records import TOO_MANY_FILES, ObservedRecorder, Record
 from verl_server.gateway.sessions.history import TRAINED_KINDS, ConversationKind, label_conversations, trained_ends
 from verl_server.gateway.sessions.session import Session
 from verl_server.gateway.threads import run_aside
-from verl_server.trajectory.conversations import KIND_NOTE, recorded_kinds
-from verl_server.trajectory.graph import TrajectoryGraph
+from verl_server.trajectory.graph import KIND_NOTE, TrajectoryGraph, recorded_kinds
 from verl_server.trajectory.recorder import Recorder, session_file
 from verl_server.types import Json
 from verl_server.validation import did_you_mean, is_finite_number, require_key, require_list, require_seconds

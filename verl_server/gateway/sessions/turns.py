@@ -13,8 +13,7 @@ from typing import Self
 from verl_server.gateway.conversation import AssistantTurn, TurnDelta
 from verl_server.gateway.errors import ErrorKind, GatewayError, as_gateway_error
 from verl_server.gateway.turn_text.splitting import TurnDeltas, TurnProgress
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import Node
+from verl_server.trajectory.graph import Node, TrajectoryGraph
 
 # -- Slots ------------------------------------------------------------------------------------------
 # `Slots`: how many requests may be open at a time, in a session and in the whole gateway.

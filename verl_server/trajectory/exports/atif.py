@@ -12,7 +12,6 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.conversations import kind_at, recorded_kinds
 from verl_server.trajectory.exports.common import (
     APPENDED_TEXT,
     DETAILS_KEY,
@@ -26,7 +25,6 @@ from verl_server.trajectory.exports.common import (
     SessionDetails,
     TokenIds,
     as_tool_call,
-    derive_node_message,
     details_to_json,
     explain_refused_export,
     find_exported_paths,
@@ -34,15 +32,13 @@ from verl_server.trajectory.exports.common import (
     node_details,
     node_messages,
     parse_document,
-    require_tool_schemas,
     restore_graph,
     session_details,
     text_of,
     tool_calls,
 )
 from verl_server.trajectory.exports.verifiers import UNKNOWN_VERSION
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node, Span
+from verl_server.trajectory.graph import ForkReason, Node, Span, TrajectoryGraph, kind_at, recorded_kinds
 from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.types import Json
 from verl_server.validation import check_arguments, require_list
@@ -386,10 +382,9 @@ def to_atif(graph: TrajectoryGraph, *, model: str | None = None, tools: Sequence
 
     `model`: name of the model. `tools`: schemas of the tools, as OpenAI's API takes them. Sessions record neither. Each
     turn has all tokens of its prompt, as the format defines it, so that the size of a document grows with the square of
-    the number of turns. Raises BadInputError if `graph` is no `TrajectoryGraph`, for tools of another form, and for
+    the number of turns. Raises BadInputError if `graph` is no `TrajectoryGraph`, and for
     values that the format refuses, for example a reward that is NaN.
     """
-    require_tool_schemas(tools)
     paths = find_exported_paths(graph)
     agent = _describe_agent(model, tools)
     written: set[int] = set()
@@ -447,7 +442,7 @@ class _PathWriter:
         self._token_ids.extend(node.token_ids)
         if node.sampled:
             self._num_turn_tokens = len(self._token_ids)
-        details = node_details(self.graph, node, len(messages), derive_node_message(node.sampled, derived))
+        details = node_details(self.graph, node, derived)
         details.num_tokens = len(node.token_ids)
         self._details.append(details)
 
@@ -617,9 +612,7 @@ def _iterate_nodes(trajectory: Trajectory, details: SessionDetails) -> Iterator[
             token_ids=token_ids[start:end],
             sampled=metrics is not None,
             logprobs=[] if metrics is None else metrics.logprobs or [],
-            message=node.message
-            if node.has_message
-            else derive_node_message(metrics is not None, [message for _, message in group]),
+            messages=[message for _, message in group],
         )
         parent, start = node.id, end
     if num_entries != len(entries) or start != len(token_ids):

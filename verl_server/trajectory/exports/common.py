@@ -18,12 +18,18 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from verl_server.errors import BadInputError
-from verl_server.trajectory.conversations import MAIN_KINDS, SUMMARY_KIND, recorded_kinds
-from verl_server.trajectory.graph import Termination, TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node, Span
+from verl_server.trajectory.graph import (
+    MAIN_KINDS,
+    SUMMARY_KIND,
+    ForkReason,
+    Node,
+    Span,
+    Termination,
+    TrajectoryGraph,
+    recorded_kinds,
+)
 from verl_server.trajectory.rendering.messages import ROLES, Message
 from verl_server.types import Json
-from verl_server.validation import require_list
 
 # -- Chat -------------------------------------------------------------------------------------------
 # Chat messages of recorded nodes in one form, from which both formats are made. Pure.
@@ -69,18 +75,6 @@ def tool_calls(message: Message) -> list[Json]:
 def as_tool_call(call_id: str, name: str, arguments: str) -> Json:
     """A tool call as chat templates take it."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def require_tool_schemas(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise BadInputError unless each tool is a schema as OpenAI's API takes it."""
-    require_list("tools", tools, "pass ToolRegistry.schemas")
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadInputError(
-                'each of the tools must be a schema such as {"type": "function", "function": {"name": "add", ...}}, '
-                f"got {tool!r:.80}; pass ToolRegistry.schemas"
-            )
 
 
 def text_of(value: Any) -> str:
@@ -235,6 +229,8 @@ def _find_source(graph: TrajectoryGraph, target: int, node_ids: set[int]) -> int
 # -- Details ----------------------------------------------------------------------------------------
 
 DETAILS_KEY = "verl_server"
+PLAIN_FIELDS = ("fork_reason", "finish_reason", "routed_experts", "branch", "tools_digest")
+"""Fields of a recorded node that its details have unchanged."""
 
 
 class NodeDetails(BaseModel):
@@ -265,7 +261,7 @@ class NodeDetails(BaseModel):
 class TerminationDetails(BaseModel):
     """Fields of a termination that a format has no place for. Node ids are those of the recorded session."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", from_attributes=True)
     node: Count
     stop_reason: str
     error: Json | None = None
@@ -275,7 +271,7 @@ class TerminationDetails(BaseModel):
 class NoteDetails(BaseModel):
     """A note: the kind of a conversation, for example, or a prompt that was refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", from_attributes=True)
     node: Count | None = None
     """Id of the node in the recorded session. None for a note about the session."""
     name: str
@@ -310,7 +306,8 @@ class ImportedNode:
     token_ids: Sequence[int]
     sampled: bool
     logprobs: Sequence[float]
-    message: Json | None
+    messages: Sequence[Message]
+    """What the format has of the recorded message."""
 
 
 class Scores(BaseModel):
@@ -320,45 +317,30 @@ class Scores(BaseModel):
     rewards: dict[str, FiniteFloat] = {}
 
 
-def node_details(graph: TrajectoryGraph, node: Node, count: int, derived_message: Json) -> NodeDetails:
-    """The details of a node. `derived_message`: the message that an import makes from the format's fields."""
-    has_message = node.message != derived_message
+def node_details(graph: TrajectoryGraph, node: Node, messages: Sequence[Message]) -> NodeDetails:
+    """The details of a node. `messages`: those that an import makes from the format's fields."""
+    has_message = node.message != derive_node_message(node.sampled, messages)
     return NodeDetails(
         id=node.id,
-        count=count,
+        count=len(messages),
         spans=[(span.version, span.start, span.end) for span in node.spans],
-        fork_reason=node.fork_reason,
-        finish_reason=node.finish_reason,
-        routed_experts=node.routed_experts,
-        branch=node.branch,
-        tools_digest=node.tools_digest,
         rewards=graph.rewards.get(node.id),
         message=node.message if has_message else None,
         has_message=has_message,
+        **{name: getattr(node, name) for name in PLAIN_FIELDS},
     )
 
 
 def session_details(graph: TrajectoryGraph, paths: ExportedPaths, nodes: list[NodeDetails]) -> SessionDetails:
     """The details of a session, of which the paths `paths` are exported."""
     exported = {node.id for leaf, _ in paths.ends for node in graph.path(leaf)}
-    termination = paths.termination
+    notes = [note for note in graph.notes if note.node is None or note.node in exported]
     return SessionDetails(
         session_id=graph.session_id,
         inputs=dict(graph.inputs),
         nodes=nodes,
-        termination=None
-        if termination is None
-        else TerminationDetails(
-            node=termination.node,
-            stop_reason=termination.stop_reason,
-            error=termination.error,
-            segments=None if termination.segments is None else list(termination.segments),
-        ),
-        notes=[
-            NoteDetails(node=note.node, name=note.name, value=note.value)
-            for note in graph.notes
-            if note.node is None or note.node in exported
-        ],
+        termination=None if paths.termination is None else TerminationDetails.model_validate(paths.termination),
+        notes=[NoteDetails.model_validate(note) for note in notes],
         num_nodes_left_out=len(graph.nodes) - len(exported),
     )
 
@@ -414,12 +396,8 @@ def _add_node(graph: TrajectoryGraph, node: ImportedNode, new_ids: Mapping[int, 
             sampled=node.sampled,
             logprobs=node.logprobs,
             spans=[Span(*span) for span in details.spans],
-            message=node.message,
-            fork_reason=details.fork_reason,
-            finish_reason=details.finish_reason,
-            routed_experts=details.routed_experts,
-            branch=details.branch,
-            tools_digest=details.tools_digest,
+            message=details.message if details.has_message else derive_node_message(node.sampled, node.messages),
+            **{name: getattr(details, name) for name in PLAIN_FIELDS},
         )
         if details.rewards is not None:
             graph.set_rewards(added.id, details.rewards)

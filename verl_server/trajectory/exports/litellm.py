@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl_server.trajectory.conversations import kind_at, recorded_kinds
 from verl_server.trajectory.exports.common import APPENDED_TEXT, node_messages
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import Node
+from verl_server.trajectory.graph import Node, TrajectoryGraph, kind_at, recorded_kinds
 from verl_server.types import Json
 from verl_server.validation import check_arguments, is_finite_number
 

@@ -28,14 +28,12 @@ from verl_server.trajectory.exports.common import (
     node_details,
     node_messages,
     parse_document,
-    require_tool_schemas,
     restore_graph,
     session_details,
     text_of,
     tool_calls,
 )
-from verl_server.trajectory.graph import TrajectoryGraph
-from verl_server.trajectory.nodes import ForkReason, Node, Span
+from verl_server.trajectory.graph import ForkReason, Node, Span, TrajectoryGraph
 from verl_server.trajectory.rendering.messages import Message, image_sources
 from verl_server.types import Json
 from verl_server.validation import check_arguments
@@ -146,13 +144,6 @@ class MessageNode(BaseModel):
         return self
 
 
-class Usage(BaseModel):
-    """Numbers of tokens of a model call."""
-
-    prompt_tokens: Count
-    completion_tokens: Count
-
-
 class ModelCall(BaseModel):
     """A model call."""
 
@@ -161,14 +152,8 @@ class ModelCall(BaseModel):
     model: str | None = None
     finish_reason: str | None = None
     """One of the `FINISH_REASONS`."""
-    usage: Usage | None = None
-
-
-class TraceTask(BaseModel):
-    """The task of a trace."""
-
-    type: str
-    data: Json
+    usage: dict[str, Count] | None = None
+    """`prompt_tokens` and `completion_tokens`."""
 
 
 class AgentInfo(BaseModel):
@@ -178,12 +163,6 @@ class AgentInfo(BaseModel):
     name: str = "agent"
     trainable: bool = True
     """Whether the tokens of the trace train the policy."""
-
-
-class VersionInfo(BaseModel):
-    """The program that wrote a trace."""
-
-    version: str
 
 
 class Reward(BaseModel):
@@ -200,12 +179,6 @@ class TraceError(BaseModel):
     message: str
 
 
-class Timing(BaseModel):
-    """Times of a trace in seconds since 1970. Exports write 0: sessions have no times."""
-
-    start: float = 0.0
-
-
 def _require_version(version: int) -> int:
     if version != TRACE_VERSION:
         raise ValueError(f"trace version {version} is not supported; supported is version {TRACE_VERSION}")
@@ -218,8 +191,10 @@ class Trace(BaseModel):
     version: Annotated[int, AfterValidator(_require_version)]
     """Version of the trace format. verifiers has no rule for other versions, so they are refused."""
     id: str
-    verifiers: VersionInfo
-    task: TraceTask
+    verifiers: dict[str, Any]
+    """`version` of the program that wrote the trace."""
+    task: Json
+    """`type` and `data` of the task."""
     agent: AgentInfo
     tools: list[TraceTool] = []
     nodes: list[MessageNode] = []
@@ -233,7 +208,8 @@ class Trace(BaseModel):
     stop_condition: str | None = None
     is_timeout: bool = False
     errors: list[TraceError] = []
-    timing: Timing = Timing()
+    timing: dict[str, Any] = {"start": 0.0}
+    """Times in seconds since 1970. Exports write 0: sessions have no times."""
 
     @model_validator(mode="after")
     def _links_lead_back(self) -> Self:
@@ -246,18 +222,13 @@ class Trace(BaseModel):
         return self
 
 
-class EnvInfo(BaseModel):
-    """The environment that ran an episode."""
-
-    id: str = ""
-
-
 class Episode(BaseModel):
     """One line of `traces.jsonl`."""
 
     id: str
-    env: EnvInfo = EnvInfo()
-    task: TraceTask
+    env: Json = {}
+    """`id` of the environment that ran the episode."""
+    task: Json
     ok: bool = False
     is_timeout: bool = False
     errors: list[TraceError] = []
@@ -313,17 +284,16 @@ def to_verifiers(graph: TrajectoryGraph, *, model: str | None = None, tools: Seq
 
     `model`: name of the model. `tools`: schemas of the tools, as OpenAI's API takes them. Sessions record neither. The
     trace is a graph, so tokens that several paths share occur once. A session without a node is an episode without a
-    trace. Raises BadInputError if `graph` is no `TrajectoryGraph`, for tools of another form, and for values that the
-    format refuses, for example a reward that is NaN.
+    trace. Raises BadInputError if `graph` is no `TrajectoryGraph`, and for values that the format refuses, for example
+    a reward that is NaN.
     """
-    require_tool_schemas(tools)
     paths = find_exported_paths(graph)
-    task = TraceTask(type="Task", data={"name": graph.session_id})
+    task: Json = {"type": "Task", "data": {"name": graph.session_id}}
     with explain_refused_export(graph.session_id):
         traces = [_Trace(graph, paths, model, tools).build(task)] if graph.nodes else []
         episode = Episode(
             id=graph.session_id,
-            env=EnvInfo(id=ENVIRONMENT),
+            env={"id": ENVIRONMENT},
             task=task,
             ok=bool(traces) and traces[0].ok,
             traces=traces,
@@ -346,7 +316,7 @@ class _Trace:
         self.indexes: dict[int, int] = {}
         """Index of the last message of each node, by the node's id."""
 
-    def build(self, task: TraceTask) -> Trace:
+    def build(self, task: Json) -> Trace:
         """The trace."""
         from verl_server import __version__
 
@@ -362,7 +332,7 @@ class _Trace:
         return Trace(
             version=TRACE_VERSION,
             id=self.graph.session_id,
-            verifiers=VersionInfo(version=f"verl_server {__version__}"),
+            verifiers={"version": f"verl_server {__version__}"},
             task=task,
             agent=AgentInfo(
                 config={} if self.model is None else {"model": self.model}, trainable=self.paths.are_trained
@@ -405,8 +375,7 @@ class _Trace:
             )
             parent = len(self.nodes) - 1
         self.indexes[node.id] = len(self.nodes) - 1
-        derived = derive_node_message(node.sampled, [from_verifiers_message(message) for message in messages])
-        self.details.append(node_details(self.graph, node, len(messages), derived))
+        self.details.append(node_details(self.graph, node, list(map(from_verifiers_message, messages))))
         if node.sampled:
             self._add_call(node)
 
@@ -417,7 +386,10 @@ class _Trace:
                 node=self.indexes[node.id],
                 model=self.model,
                 finish_reason=node.finish_reason if node.finish_reason in FINISH_REASONS else None,
-                usage=Usage(prompt_tokens=self.graph.num_tokens(node.id) - num_tokens, completion_tokens=num_tokens),
+                usage={
+                    "prompt_tokens": self.graph.num_tokens(node.id) - num_tokens,
+                    "completion_tokens": num_tokens,
+                },
             )
         )
 
@@ -542,9 +514,7 @@ def _iterate_nodes(trace: Trace, details: SessionDetails) -> Iterator[ImportedNo
             token_ids=[token for item in group for token in item.token_ids],
             sampled=sampled,
             logprobs=[value for item in group for value in item.logprobs],
-            message=node.message
-            if node.has_message
-            else derive_node_message(sampled, [from_verifiers_message(item.message) for item in group]),
+            messages=[from_verifiers_message(item.message) for item in group],
         )
         ids[last] = node.id
         start = last + 1

@@ -28,9 +28,8 @@ from verl_server.trajectory import (
     to_litellm,
     to_verifiers,
 )
-from verl_server.trajectory.conversations import MAIN_KINDS, SUMMARY_KIND, recorded_kinds
-from verl_server.trajectory.exports import ExportFormat
-from verl_server.trajectory.exports.files import export_sessions
+from verl_server.trajectory.exports import ExportFormat, export_sessions
+from verl_server.trajectory.graph import MAIN_KINDS, SUMMARY_KIND, recorded_kinds
 from verl_server.trajectory.recorder import parse_session
 
 __all__ = ["make", "tokenizer"]

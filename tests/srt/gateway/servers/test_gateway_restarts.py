@@ -27,7 +27,7 @@ from verl_server.gateway.sessions.turns import Client, Generation, Turns
 from verl_server.gateway.turn_text.splitting import TurnProgress
 from verl_server.tiny import make_vision_model
 from verl_server.trajectory import ChatRenderer, ForkReason, TrajectoryGraph, get_renderer, image_data_url, load_session
-from verl_server.trajectory.nodes import Span
+from verl_server.trajectory.graph import Span
 
 LIMITS = RolloutLimits(max_context_tokens=2000, max_turns=1000)
 SHORT = {"max_new_tokens": 20, "temperature": 1.0, "ignore_eos": True}
