@@ -192,7 +192,7 @@ def test_invalid_fleets_are_refused(tiny: Callable[..., Path], fleet: Any) -> No
         ({"pp_size": 2}, "pp_size=2: use tp_size"),
         ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE': it has a draft model"),
         ({"quantization": "fp8"}, "quantization='fp8': serve the model without quantization"),
-        ({"tp_size": 0}, "tp_size must be a whole number"),
+        ({"tp_size": 0}, "tp_size must be greater than or equal to 1"),
     ):
         with pytest.raises((BadInputError, UnsupportedError), match=message):
             RolloutManager(1, model_path=str(tiny("qwen3")), **bad)
