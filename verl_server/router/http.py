@@ -24,7 +24,6 @@ from prometheus_client.registry import Collector
 from verl_server.adapter.json_body import without_half_characters
 from verl_server.adapter.sglang.requests import split_batch
 from verl_server.errors import BadInputError, ServerDiedError, ServerError, VerlServerError
-from verl_server.router.bodies import error_response, json_response, parse_object, read_body
 from verl_server.router.dispatcher import FILES_RETRY_S, Dispatcher, Failures
 from verl_server.router.replica import GenerationServer, RoutedReplica, Slot, unless_lost
 from verl_server.router.request_checks import (
@@ -32,7 +31,11 @@ from verl_server.router.request_checks import (
     MAX_SERVER_DEATHS,
     MEDIA_FIELDS,
     check_forwarded_body,
+    error_response,
     is_out_of_files,
+    json_response,
+    parse_object,
+    read_body,
     refuse_local_media,
     was_received,
 )

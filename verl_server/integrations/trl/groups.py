@@ -27,7 +27,7 @@ from verl_server.integrations.trl.generation import (
     sampling_params,
 )
 from verl_server.integrations.trl.weights import PolicyVersions
-from verl_server.router.rollout_router import RolloutRouter
+from verl_server.router.dispatcher import RolloutRouter
 from verl_server.validation import is_list
 
 logger = logging.getLogger(__name__)

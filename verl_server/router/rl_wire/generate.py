@@ -13,9 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from verl_server.errors import BadInputError
-from verl_server.router.bodies import json_response, parse_object, read_body
 from verl_server.router.dispatcher import Dispatcher, gather_all
-from verl_server.router.request_checks import validate_id
+from verl_server.router.request_checks import json_response, parse_object, read_body, validate_id
 from verl_server.router.resumable_generation import version_spans
 from verl_server.router.rl_wire.models import ServedModel, ServedModels
 from verl_server.types import Json
