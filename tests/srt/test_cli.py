@@ -32,9 +32,8 @@ from verl_server.cli.arguments import (
     REPLICA_API_KEY,
     read_server_args,
 )
-from verl_server.config import EngineKind
+from verl_server.config import FORKSERVER_FOLDER, EngineKind
 from verl_server.errors import BadInputError
-from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE
 from verl_server.server.warden.processes import find_shared_memory, list_descendants
 
 #: Programs inherit ignored signals: those of a test run that is in the background, or under nohup.
@@ -45,7 +44,7 @@ SMALL_SERVER = ["--dtype", "float32", "--max-total-tokens=4096"]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in (*KEYS, FOLDER_VARIABLE)}
+    kept = {name: value for name, value in os.environ.items() if name not in (*KEYS, FORKSERVER_FOLDER)}
     return {**kept, **changes}
 
 
@@ -116,7 +115,7 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(
 
 def test_failed_start_prints_the_end_of_the_servers_log(tmp_path: Path) -> None:
     """The folder holds no model, so SGLang ends during its start. The forkserver of the suite has forked the server."""
-    done = run("launch", str(tmp_path), **KEYS, **{FOLDER_VARIABLE: os.environ[FOLDER_VARIABLE]})
+    done = run("launch", str(tmp_path), **KEYS, **{FORKSERVER_FOLDER: os.environ[FORKSERVER_FOLDER]})
     assert done.returncode == 1
     assert "the server did not start" in done.stderr
     assert "end of the server's log" in done.stderr
@@ -300,7 +299,7 @@ def test_help_of_a_command(option: str) -> None:
         (["status", "foo"], 2, "is not an HTTP URL"),
         (["status", "http://u:p@h:1"], 2, f"the URL without them, and set {API_KEY} to the router's key"),
         (["router", "--replica", "http://u:p@h:1"], 2, f"and set {REPLICA_API_KEY} to the key of the servers"),
-        (["status", "http://127.0.0.1:1"], 1, "nothing answers at http://127.0.0.1:1"),
+        (["status", "http://127.0.0.1:1"], 1, "the router at http://127.0.0.1:1 cannot be reached"),
         (["doctor", "--dtype", "bf16"], 2, "'bf16' is not one of"),
         (["demo", "--output", "/proc/x"], 2, "output: no file can be created in the folder /proc/x"),
         (["luanch", "Org/Model"], 2, "Did you mean 'launch'?"),

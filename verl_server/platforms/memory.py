@@ -13,7 +13,7 @@ import errno
 import logging
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from verl_server.config import MemoryTag
+from verl_server.platforms.scheduler_hooks import without_batch
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,14 @@ def is_supported() -> bool:
 
 def weight_regions(models: Iterable[Any]) -> list[Region]:
     """The storages of all parameters. Buffers, such as rope tables, are kept: weight updates do not contain them."""
+    return storage_regions(parameter for model in models for parameter in model.parameters())
+
+
+def storage_regions(tensors: Iterable[torch.Tensor]) -> list[Region]:
+    """The storages of tensors, each once."""
     found: dict[int, int] = {}
-    for model in models:
-        for parameter in model.parameters():
-            storage = parameter.untyped_storage()
-            found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
+    for storage in (tensor.untyped_storage() for tensor in tensors):
+        found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
     return [Region(address, size) for address, size in sorted(found.items())]
 
 
@@ -249,27 +253,6 @@ def hold_queued_requests(original: Callable[..., Any], scheduler: Any, *args: An
     Queued requests wait then; SGLang itself would compute them from empty memory.
     """
     return original(scheduler, *args, **kwargs) if occupation.refusal is None else without_batch(kwargs)
-
-
-def hold_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around `Scheduler.get_next_batch_to_run`: run no batch while memory is released, whoever released it.
-
-    Requests wait then. SGLang itself would compute them from released memory when a client continues generation.
-    `hold_queued_requests` does the same, and more, on a CPU. With DP attention the ranks must call SGLang's function
-    together, also while they have nothing to run.
-    """
-    if scheduler.weight_updater.offload_tags and not scheduler.server_args.enable_dp_attention:
-        return without_batch(kwargs)
-    return original(scheduler, *args, **kwargs)
-
-
-def without_batch(arguments: Mapping[str, Any]) -> Any:
-    """The result of `Scheduler.get_next_batch_to_run` with these keyword arguments when there is nothing to run."""
-    try:
-        from sglang.srt.managers.schedule_batch import NextBatchPlan
-    except ImportError:  # earlier versions of SGLang
-        return None
-    return NextBatchPlan(batch_to_run=None, running_batch=arguments["running_batch"])
 
 
 def _release_refusal(manager: Any, tags: set[str]) -> str | None:

@@ -34,6 +34,11 @@ from verl_server.server.server_main import explain_other_version
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """Environment variable with the GPUs that a process sees, by number or UUID. Not set: all GPUs of the machine."""
+DEVICES_SUFFIX = "_VISIBLE_DEVICES"
+"""How the names of such variables end, for any kind of accelerator."""
+#: Device files of NVIDIA, AMD, Intel, Ascend, Moore Threads and other accelerators. Without any of them, torch need not
+#: be imported to know that there is no accelerator.
+ACCELERATOR_FILES = ("nvidia*", "kfd", "dri/render*", "davinci*", "mtgpu*", "accel/*", "dxg")
 MIG_PREFIX = "MIG-"
 """How the names of MIG devices begin: parts of a GPU that NVIDIA's driver shows as devices."""
 
@@ -94,6 +99,19 @@ def gpus_needed(server_args: Mapping[str, Any], ranks_on_machine: int) -> int:
     """Number of GPUs that a server with these SGLang arguments must see to have `ranks_on_machine` TP ranks there."""
     first, step = (int(server_args.get(name) or default) for name, default in (("base_gpu_id", 0), ("gpu_id_step", 1)))
     return first + step * (ranks_on_machine - 1) + 1
+
+
+def may_have_accelerator(environment: Mapping[str, str]) -> bool:
+    """Whether a server with this `environment` may use an accelerator. Imports torch only if there are device files."""
+    if not any(True for pattern in ACCELERATOR_FILES for _ in Path("/dev").glob(pattern)):
+        return False
+    if any(environment.get(name) != os.environ.get(name) for name in environment if name.endswith(DEVICES_SUFFIX)):
+        return True  # the server sees other devices than this process
+    import torch
+
+    if getattr(torch.version, "musa", None) is not None or torch.cuda.device_count() > 0:  # starts no CUDA context
+        return True
+    return bool(torch.accelerator.is_available())
 
 
 def require_gpus(needed: int, visible: str | None, num_gpus: int) -> None:
