@@ -16,6 +16,7 @@ from agent_helpers import add, assert_logprobs_match, assert_prompts_are_paths, 
 from helpers import QWEN, chat_tokenizer, reference_model
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
+from vision_models import make_vision_model
 
 from verl_server import BadInputError, ServerError, VerlEngine
 from verl_server.agent import (
@@ -29,7 +30,6 @@ from verl_server.agent import (
     Task,
     ToolAgentLoop,
 )
-from verl_server.tiny import make_vision_model
 from verl_server.trajectory import (
     ChatRenderer,
     ForkReason,

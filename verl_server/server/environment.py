@@ -270,23 +270,10 @@ def interpreter_path(setting: Path | str) -> str:
     Raises BadInputError for a path that is no executable file.
     """
     path = os.path.abspath(os.path.expanduser(setting))
-    if os.path.isdir(path):
-        inner = os.path.join(path, "bin", "python")
+    if not os.path.isfile(path) or not os.access(path, os.X_OK):
         raise BadInputError(
-            f"server_python {path} is a folder; pass the interpreter of the environment, {inner}"
-            + ("" if os.path.exists(inner) else ". There is no such file: create the environment first"),
-            argument="server_python",
-        )
-    if not os.path.exists(path):
-        what = "is a link to a file that does not exist" if os.path.islink(path) else "does not exist"
-        raise BadInputError(
-            f"server_python {path} {what}; pass the path of a Python interpreter on the machine of the server, for "
-            "example /opt/sglang/bin/python",
-            argument="server_python",
-        )
-    if not os.access(path, os.X_OK):
-        raise BadInputError(
-            f"server_python {path} is not executable; pass the path of a Python interpreter, or run chmod +x {path}",
+            f"server_python {path} is no executable file; pass the path of a Python interpreter on the machine of the "
+            "server, for example /opt/sglang/bin/python",
             argument="server_python",
         )
     return path
@@ -327,7 +314,13 @@ def read_report(
             argument="server_python",
         )
     python = tuple(values["python"])
-    require_python(path, python)
+    if python < MINIMUM_PYTHON:
+        shown, minimum = (".".join(map(str, numbers)) for numbers in (python, MINIMUM_PYTHON))
+        raise BadInputError(
+            f"server_python {path} is Python {shown}, but verl_server needs Python {minimum} or newer; pass the "
+            "interpreter of an environment with a newer Python",
+            argument="server_python",
+        )
     return InterpreterReport(
         python=python,
         folders={name: next(iter(found), None) for name, found in values["folders"].items()},
@@ -335,17 +328,6 @@ def read_report(
         plugins=values["plugins"],
         requirements=values["requirements"],
     )
-
-
-def require_python(path: str, version: tuple[int, ...]) -> None:
-    """Raise BadInputError for a version of Python below `MINIMUM_PYTHON`."""
-    if version < MINIMUM_PYTHON:
-        shown, minimum = (".".join(map(str, numbers)) for numbers in (version, MINIMUM_PYTHON))
-        raise BadInputError(
-            f"server_python {path} is Python {shown}, but verl_server needs Python {minimum} or newer; pass the "
-            "interpreter of an environment with a newer Python",
-            argument="server_python",
-        )
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str, str]:

@@ -161,8 +161,6 @@ def serve(server_args: dict[str, Any]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
-    pass
-
     server_args, refusal = parse_arguments(server_args)
     if refusal is None:
         try:
@@ -227,8 +225,6 @@ def limit_media_domains(server_args: Mapping[str, Any]) -> dict[str, Any]:
 
 def explain_bad_argument(server_args: Mapping[str, Any], error: TypeError) -> str:
     """In one line, why SGLang's `ServerArgs` raised `error` for `server_args`. Imports SGLang."""
-    pass
-
     return find_refusal(server_args) or " ".join(str(error).split())
 
 
