@@ -219,7 +219,7 @@ class EngineProfile:
     """Begin of the titles of the engine's worker processes. The server ends when one of them ends."""
     forked_module: str | None = None
     """Python module through which a forkserver imports the engine and runs its servers (`ForkedEngine` in
-    `forkserver/forkserver_main.py`). None: servers of the engine are never forked."""
+    `forkserver_main.py`). None: servers of the engine are never forked."""
     installation: str = ""
     """What to do where the environment of this process does not have the engine, for an error."""
     wrong_environment: str = ""

@@ -35,7 +35,6 @@ from vllm.platforms import current_platform
 from verl_server.platforms.server_report import PARAMETER_DTYPES, report_dtypes
 from verl_server.types import Json
 from verl_server.vllm_server import register
-from verl_server.vllm_server.cpu_reload import FastLoad, UnknownModuleError
 from verl_server.vllm_server.reload import LayerwiseLoad, NamedTensors, PartialModuleError, Rehearsal, WeightLoad
 from verl_server.weights.arena import Report
 from verl_server.weights.loader import MAX_COPIED_BYTES, MAX_ERROR_CHARACTERS, MAX_UNREAD_NAMES, MAX_UNWRITTEN_NAMES
@@ -239,7 +238,12 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
 
 
 def choose_weight_load(model: Any, model_config: Any) -> WeightLoad:
-    """The fast load if it knows all modules of the model, otherwise vLLM's own reload. The choice is logged."""
+    """The fast load on a CPU that knows all modules of the model, otherwise vLLM's own reload. The choice is logged."""
+    if not current_platform.is_cpu():
+        logger.info("weight updates use vLLM's layerwise reload")
+        return LayerwiseLoad(model, model_config)
+    from verl_server.vllm_server.cpu_reload import FastLoad, UnknownModuleError
+
     try:
         load = FastLoad(model)
     except UnknownModuleError as error:
