@@ -15,7 +15,6 @@ import torch
 import uvicorn
 
 from verl_server.platforms import PLATFORM_CLASS, activate, cpu_hooks, memory, seeds
-from verl_server.platforms.cpu import pool_tokens
 from verl_server.platforms.limits import split_cores
 from verl_server.platforms.scheduler_hooks import EndsWithClient
 
@@ -62,9 +61,9 @@ def test_core_lists_are_parsed_as_sglang_writes_them() -> None:
 
 
 def test_kv_budget_is_bounded_by_length_memory_and_from_below() -> None:
-    assert pool_tokens(2048, bytes_per_token=512, free_bytes=16 << 30) == 16 * 2048
-    assert pool_tokens(131_072, bytes_per_token=131_072, free_bytes=8 << 30) == (1 << 30) // 131_072
-    assert pool_tokens(131_072, bytes_per_token=131_072, free_bytes=1 << 20) == 2048
+    assert memory.pool_tokens(2048, bytes_per_token=512, free_bytes=16 << 30) == 16 * 2048
+    assert memory.pool_tokens(131_072, bytes_per_token=131_072, free_bytes=8 << 30) == (1 << 30) // 131_072
+    assert memory.pool_tokens(131_072, bytes_per_token=131_072, free_bytes=1 << 20) == 2048
 
 
 def _resident_bytes() -> int:
