@@ -49,7 +49,7 @@ def apply_defaults(args: Any) -> None:
     args.attention_backend = "torch_native"
     args.sampling_backend = "pytorch"
     args.disable_custom_all_reduce = True
-    # The memory saver of this flag supports CUDA only. `memory_hooks` releases memory without it.
+    # The memory saver of this flag supports CUDA only. `memory.py` releases memory without it.
     args.enable_memory_saver = False
     # Without it an idle scheduler polls in a loop on one core. With it a request wakes the scheduler at once (zmq
     # poll).

@@ -125,7 +125,7 @@ def _madvise(region: Region, advice: int) -> None:
 # their values are undefined.) Until then, and while any memory is released, requests are refused with status 503.
 #
 # SGLang's replies have no success field. A refusal is sent in `rid`, which these replies do not use otherwise;
-# `http_hooks` turns it into status 409.
+# the HTTP side turns it into status 409.
 
 WEIGHTS, KV_CACHE = MemoryTag.WEIGHTS.value, MemoryTag.KV_CACHE.value
 #: A CPU has no graphs. Callers that name this tag, or no tag, release the other memory.

@@ -231,7 +231,7 @@ class EngineProfile:
 
 
 # -- Report -----------------------------------------------------------------------------------------
-# What another interpreter has, found by `probe.py`, which runs in that interpreter.
+# What another interpreter has, found by `interpreter_probe.py`, which runs in that interpreter.
 
 PROBE = Path(__file__).with_name("interpreter_probe.py")
 #: Seconds within which an interpreter answers. It needs a fraction of a second; a cold disk needs longer.
@@ -528,8 +528,8 @@ def no_proxy_environment(host: str) -> dict[str, str]:
 # -- Server python ----------------------------------------------------------------------------------
 # The Python interpreter of a server, which can be another one than the trainer's, with other packages.
 #
-# The other environment needs the engine. It need not have this package: `environment.py` brings it there. If it has
-# this package, its version must be that of the trainer.
+# The other environment needs the engine. It need not have this package, which `make_package_folder` brings there. If it
+# has this package, its version must be that of the trainer.
 
 #: Variables of the trainer's environment that would lead another interpreter to the trainer's packages.
 TRAINER_VARIABLES = (
@@ -625,7 +625,7 @@ def require_packages(path: str, report: InterpreterReport, profile: EngineProfil
 def _require_engine_here(env: Mapping[str, str], profile: EngineProfile) -> None:
     """Raise StartupError if this process's environment does not have the engine. `env` can bring it to the server."""
     specs = {module: importlib.util.find_spec(module) for module in profile.modules}
-    missing = [module for module, spec in specs.items() if spec is None or spec.origin is None]  # as in `probe.py`
+    missing = [module for module, spec in specs.items() if spec is None or spec.origin is None]  # as in the probe
     if missing and "PYTHONPATH" not in env:
         raise StartupError(
             f"{profile.name} is not installed in the environment of {sys.executable} (no package "

@@ -406,7 +406,7 @@ def freed_memory_is_kept() -> Iterator[None]:
 class FastLoad:
     """Loads updates into a model whose modules are all known.
 
-    Raises `module_kinds.UnknownModuleError` for other models.
+    Raises UnknownModuleError for other models.
     """
 
     def __init__(self, model: Any) -> None:

@@ -88,7 +88,7 @@ def _sleep_while_waiting() -> None:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Import libraries with one thread. The workers start the threads that they need (`forked_worker.py`)."""
+    """Import libraries with one thread. The workers start the threads that they need (`start_threads`)."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's BLAS would start threads; torch has its own
     os.environ["OMP_NUM_THREADS"] = "1"
