@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,16 +78,47 @@ def ask(call: Callable[[], Any], timeout_s: float, check_abort: AbortCheck, prob
                 break
 
 
-def describe_nodes(name: str, actors: Sequence[Any], check_abort: AbortCheck) -> list[Json]:
-    """What `ServerActor.describe_node` returns on the nodes of the server `name`."""
-    problem = f"an actor of {name} does not answer"
-    replies: list[Json] = next(
-        ask(lambda: [actor.describe_node.remote() for actor in actors], FIRST_ANSWER_TIMEOUT_S, check_abort, problem)
-    )
-    return replies
+def start_with_actors(
+    name: str,
+    new_actors: Iterable[Any],
+    server_args: Mapping[str, Any],
+    config: AdapterConfig,
+    envs: Sequence[Mapping[str, str]],
+    check_abort: AbortCheck,
+    free_resources: Callable[[], None],
+) -> tuple[HttpServerEngineAdapter, set[str]]:
+    """Start the server `name` with one actor on each node. Returns its adapter and the machine ids of the nodes.
+
+    `envs`: variables to add to the environment of the server, for each node. `free_resources` returns the devices to
+    Ray, also if the start fails. Raises StartupError, the error of the first node that has failed, and that of
+    `check_abort`.
+    """
+    actors: list[Any] = []
+    try:
+        for actor in new_actors:
+            actors.append(actor)  # those before an error are ended
+        problem = f"an actor of {name} does not answer"
+        nodes: list[Json] = next(
+            ask(lambda: [each.describe_node.remote() for each in actors], FIRST_ANSWER_TIMEOUT_S, check_abort, problem)
+        )
+        head = _start_on_nodes(name, actors, nodes, server_args, config, envs, check_abort)[0]
+        adapter = HttpServerEngineAdapter.attach(
+            head["base_url"],
+            api_key=head["api_key"],
+            admin_api_key=head["admin_api_key"],
+            config=config,
+            process=RayServer(name, actors, free_resources, head["pid"]),
+        )
+    except BaseException as failure:
+        end_actors(actors, config.timeouts.stop_s)
+        free_resources()
+        if isinstance(failure, RayError):
+            raise StartupError(f"{name} did not start: {first_line(failure)}") from failure
+        raise
+    return adapter, {node["machine"] for node in nodes}
 
 
-def start_on_nodes(
+def _start_on_nodes(
     name: str,
     actors: Sequence[Any],
     nodes: Sequence[Json],
@@ -98,9 +129,7 @@ def start_on_nodes(
 ) -> list[Json]:
     """Start the server `name` on all of its nodes at the same time, because the nodes wait for each other.
 
-    `actors`, `nodes` (what `ServerActor.describe_node` returned) and `envs` (variables to add to the environment of the
-    server) have one item for each node. Returns what `ServerActor.start` returned; raises the error of the first node
-    that has failed.
+    `nodes`: what `ServerActor.describe_node` returned. Returns what `ServerActor.start` returned.
     """
     keys = {key: server_args.get(key) or secrets.token_urlsafe(32) for key in SECRET_ARGUMENTS}
     arguments = [
@@ -118,19 +147,6 @@ def start_on_nodes(
         if all(replies):
             return replies
     raise AssertionError("unreachable: `ask` ends with an error")
-
-
-def attach_head(
-    name: str, actors: Sequence[Any], head: Json, config: AdapterConfig, free_resources: Callable[[], None]
-) -> HttpServerEngineAdapter:
-    """The adapter of a server that `start_on_nodes` has started. `head`: the reply of its first node."""
-    return HttpServerEngineAdapter.attach(
-        head["base_url"],
-        api_key=head["api_key"],
-        admin_api_key=head["admin_api_key"],
-        config=config,
-        process=RayServer(name, actors, free_resources, head["pid"]),
-    )
 
 
 # -- Ray launcher -----------------------------------------------------------------------------------
@@ -198,24 +214,19 @@ class RayLauncher:
         if self._is_pinned:
             resources[f"node:{ray.util.get_node_ip_address()}"] = 0.001
         group = placement_group([dict(resources) for _ in range(num_nodes)], strategy="STRICT_SPREAD")
-        actors: list[Any] = []
-        try:
+
+        def create_actors() -> Iterator[Any]:
             no_room = f"the cluster has no free resources for {name} ({resources})"
             next(ask(group.ready, config.timeouts.start_s, check_abort, no_room))
             for node in range(num_nodes):
-                actor_name = f"{name}_{node}"
-                actors.append(self._create_actor(actor_name, group, node, resources, config, check_abort))
-            nodes = describe_nodes(name, actors, check_abort)
-            replies = start_on_nodes(name, actors, nodes, server_args, config, [env] * num_nodes, check_abort)
-            adapter = attach_head(name, actors, replies[0], config, lambda: remove_placement_group(group))
-        except BaseException as failure:
-            end_actors(actors, config.timeouts.stop_s)
-            remove_placement_group(group)
-            if isinstance(failure, RayError):
-                raise StartupError(f"{name} did not start: {first_line(failure)}") from failure
-            raise
+                yield self._create_actor(f"{name}_{node}", group, node, resources, config, check_abort)
+
+        adapter, machines = start_with_actors(
+            name, create_actors(), server_args, config, [env] * num_nodes, check_abort,
+            lambda: remove_placement_group(group),
+        )  # fmt: skip
         with self._lock:
-            self._machines[name] = {node["machine"] for node in nodes}
+            self._machines[name] = machines
         return adapter
 
     def _create_actor(
@@ -375,7 +386,17 @@ class PlacedLauncher:
             )
             machines = {machine_id()}
         else:
-            adapter, machines = self._start_with_actors(name, places, server_args, config, env, check_abort)
+            create = ray.remote(ServerActor).options
+            actors = [
+                create(
+                    num_cpus=0,
+                    **ACTOR_OPTIONS,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
+                ).remote()
+                for place in places
+            ]
+            envs = [{**env, **place.env} for place in places]
+            adapter, machines = start_with_actors(name, actors, server_args, config, envs, check_abort, lambda: None)
         with self._lock:
             self._machines[name] = machines
         return adapter
@@ -384,38 +405,6 @@ class PlacedLauncher:
         """The loopback address if the cluster has one node; otherwise the address that other nodes reach."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         return "127.0.0.1" if len(nodes) == 1 else str(ray.util.get_node_ip_address())
-
-    def _start_with_actors(
-        self,
-        name: str,
-        places: Sequence[NodePlace],
-        server_args: Mapping[str, Any],
-        config: AdapterConfig,
-        env: Mapping[str, str],
-        check_abort: AbortCheck,
-    ) -> tuple[HttpServerEngineAdapter, set[str]]:
-        """The adapter of a server that actors run, and the machine ids of its nodes."""
-        actors = [
-            ray.remote(ServerActor)
-            .options(
-                num_cpus=0,
-                **ACTOR_OPTIONS,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
-            )
-            .remote()
-            for place in places
-        ]
-        try:
-            nodes = describe_nodes(name, actors, check_abort)
-            envs = [{**env, **place.env} for place in places]
-            replies = start_on_nodes(name, actors, nodes, server_args, config, envs, check_abort)
-            adapter = attach_head(name, actors, replies[0], config, lambda: None)
-        except BaseException as failure:
-            end_actors(actors, config.timeouts.stop_s)
-            if isinstance(failure, RayError):
-                raise StartupError(f"{name} did not start: {first_line(failure)}") from failure
-            raise
-        return adapter, {node["machine"] for node in nodes}
 
     def forget_replica(self, name: str) -> None:
         with self._lock:
