@@ -35,8 +35,8 @@ from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
+from verl_server.config import FORKSERVER_FOLDER
 from verl_server.server.forkserver.forkserver import prepare_forkserver
-from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE
 from verl_server.tiny import make_model
 
 #: Seconds of a test without an engine above which it needs the marker `slow`.
@@ -73,11 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ[name]
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_FailureList())
-    if FOLDER_VARIABLE in os.environ:
+    if FORKSERVER_FOLDER in os.environ:
         return
     folder = tempfile.mkdtemp(prefix="verl-server-tests-")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ[FOLDER_VARIABLE] = folder
+    os.environ[FORKSERVER_FOLDER] = folder
     if config.getoption("numprocesses"):
         prepare_forkserver()
 

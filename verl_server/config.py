@@ -28,6 +28,8 @@ Name = Annotated[str, Field(min_length=1)]
 ENGINE = "VERL_SERVER_ENGINE"
 #: Environment variable with the value of `AdapterConfig.server_python` where the setting is None.
 SERVER_PYTHON = "VERL_SERVER_PYTHON"
+#: Environment variable with the folder through which processes of a user share forkservers.
+FORKSERVER_FOLDER = "VERL_SERVER_FORKSERVER_DIR"
 #: Weight transports: the files of `verl_server/weights/transports/` that define a `Receiver`.
 TRANSPORTS = ("buckets", "cuda_ipc", "delta", "disk", "distributed", "distributed_buckets", "shared_memory")
 #: Ends of the errors about words that are often taken for transports.
@@ -103,6 +105,11 @@ def parse_engine_kind(kind: EngineKind | str | None) -> EngineKind:
     except ValueError:
         known = [each.value for each in EngineKind]
         raise BadInputError(f"{source} must be one of {known}, got {value!r}{did_you_mean(value, known)}") from None
+
+
+def shares_forkservers() -> bool:
+    """Whether this process shares forkservers with other processes of the user."""
+    return bool(os.environ.get(FORKSERVER_FOLDER))
 
 
 class RolloutMode(enum.StrEnum):

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl_server import RecoveryConfig, RolloutManager, RouterConfig
 from verl_server.rollout.fleet import ReplicaState
-from verl_server.rollout.status import ReplicaView
+from verl_server.rollout.manager import ReplicaView
 
 LONG = {"temperature": 0.0, "max_new_tokens": 400, "ignore_eos": True}
 RECOVERY = RecoveryConfig(stall_timeout_s=3.0)

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from verl_server import HttpServerEngineAdapter, RemoteServer, VerlEngine
 from verl_server.errors import VerlServerError
-from verl_server.rollout.status import ReplicaView
+from verl_server.rollout.manager import ReplicaView
 from verl_server.server.launch import PortReservation
 from verl_server.tiny import make_tokenizer
 

@@ -32,7 +32,7 @@ from verl_server.config import Timeouts
 from verl_server.errors import DeadlineError, ServerDiedError, ServerError, VerlServerError
 from verl_server.server.launch import join_host_port, open_socket
 from verl_server.server.process import raise_open_file_limit
-from verl_server.server.process_header import PROCESS_HEADER
+from verl_server.server.server_main import PROCESS_HEADER
 from verl_server.tracing import trace_headers
 from verl_server.validation import require_key
 

@@ -315,7 +315,7 @@ def access_engine(engine: object) -> EngineAccess:
     from verl_server.engine.verl_engine import VerlEngine
     from verl_server.rollout.manager import RolloutManager
     from verl_server.router.client import RouterClient
-    from verl_server.router.rollout_router import RolloutRouter
+    from verl_server.router.dispatcher import RolloutRouter
 
     if isinstance(engine, RolloutManager):
         adapters = [replica.adapter for replica in engine.replicas]

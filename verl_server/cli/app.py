@@ -40,7 +40,7 @@ from verl_server.cli.common import (
 from verl_server.cli.servers import gateway, run_server
 from verl_server.cli.trajectory import export, trajectory_app
 from verl_server.config import EngineKind
-from verl_server.errors import BadInputError, NotReadyError, VerlServerError
+from verl_server.errors import BadInputError, NotReadyError, ServerError, VerlServerError
 from verl_server.validation import require_http_url
 
 if TYPE_CHECKING:
@@ -182,16 +182,20 @@ def status(
       verl-server status http://127.0.0.1:8000
       verl-server status http://127.0.0.1:8000 --json
     """
-    from verl_server.router.process.router_main import fetch_replicas, is_paused
+
+    from verl_server.router.client import fetch_status
 
     key_hint = f"set {API_KEY} to the router's key"
     url = require_http_url("URL", url, "http://127.0.0.1:8000", key_hint)
-    rows = fetch_replicas(url, pop_key(API_KEY) or "", key_hint)
+    try:
+        rows, is_paused = fetch_status(url, pop_key(API_KEY))
+    except ServerError as error:
+        raise ServerError(f"{error.message}; check the URL, that the router runs, and {API_KEY}") from error
     if as_json:
         print(json.dumps(rows))
     else:
         print_replicas(rows)
-    if is_paused(url):
+    if is_paused:
         print("The router is paused: all requests wait until POST /resume.", file=sys.stderr)
     if not any(row["admitted"] for row in rows):
         raise NotReadyError(

@@ -63,8 +63,7 @@ def run_server(
 
 def _start(server_args: Mapping[str, Any], log_dir: Path | None, server_python: Path | None) -> HttpServerEngineAdapter:
     from verl_server.adapter import HttpServerEngineAdapter
-    from verl_server.config import AdapterConfig
-    from verl_server.server.forkserver.forkserver_main import shares_forkservers
+    from verl_server.config import AdapterConfig, shares_forkservers
 
     # A forkserver of its own would serve only one server.
     config = AdapterConfig(log_dir=log_dir, use_forkserver=shares_forkservers(), server_python=server_python)

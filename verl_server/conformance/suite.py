@@ -26,7 +26,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from verl_server.adapter import HttpServerEngineAdapter
-from verl_server.config import RemoteServer
+from verl_server.config import FORKSERVER_FOLDER, RemoteServer, shares_forkservers
 from verl_server.conformance.cases import Case, CaseResult, ModelKind, Outcome, faults, serving, updates
 from verl_server.conformance.other_processes import (
     VllmPython,
@@ -41,7 +41,6 @@ from verl_server.doctor import machine
 from verl_server.doctor.engine import installed_version
 from verl_server.errors import BadInputError, ServerError
 from verl_server.server.forkserver.forkserver import prepare_forkserver
-from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE, shares_forkservers
 from verl_server.tiny import Architecture, make_model
 from verl_server.types import Json
 from verl_server.validation import did_you_mean, make_writable_folder, require_http_url
@@ -486,12 +485,12 @@ def shared_forkserver() -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="verl-conformance-") as folder:
-        os.environ[FOLDER_VARIABLE] = folder
+        os.environ[FORKSERVER_FOLDER] = folder
         try:
             prepare_forkserver()
             yield
         finally:
-            del os.environ[FOLDER_VARIABLE]
+            del os.environ[FORKSERVER_FOLDER]
 
 
 # -- Command ----------------------------------------------------------------------------------------

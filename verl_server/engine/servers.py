@@ -34,7 +34,7 @@ from verl_server.config import AdapterConfig, EngineKind, PauseMode, RemoteServe
 from verl_server.errors import BadInputError, NotReadyError, ServerError, ShutDownError, StartupError, VerlServerError
 from verl_server.ranks.placement import is_loopback, own_address
 from verl_server.server.process import AbortCheck
-from verl_server.server.server_main import REFUSAL, explain_bad_argument
+from verl_server.server.server_main import REFUSAL, find_refusal
 from verl_server.server.warden.processes import find_shared_memory, list_descendants, remove_shared_memory
 from verl_server.types import Json, ServerInfo, parse_weight_version
 from verl_server.weights.transports.base import message_as_named_tensors, owner_fields, serialize_message
@@ -588,7 +588,7 @@ def _make_engine(server_args: Json) -> Any:
     try:
         return sglang.Engine(**{**server_args, "custom_weight_loader": [*loaders, WEIGHT_LOADER]})
     except TypeError as error:
-        raise BadInputError(f"{REFUSAL}{explain_bad_argument(server_args, error)}") from error
+        raise BadInputError(f"{REFUSAL}{find_refusal(server_args) or error}") from error
     except (RuntimeError, ValueError, OSError) as error:
         raise StartupError(f"the in-process engine did not start: {type(error).__name__}: {error}") from error
 

@@ -36,10 +36,16 @@ def register_hooks() -> None:
     """Register hooks with SGLang's `HookRegistry`: most of them only if this platform is the active platform."""
     from sglang.srt.platforms import current_platform
 
-    from verl_server.platforms.cpu import TorchNativeCpuPlatform
-    from verl_server.platforms.hooks import register
+    from verl_server.platforms import scheduler_hooks
 
-    register(on_cpu=isinstance(current_platform, TorchNativeCpuPlatform))
+    active = type(current_platform)
+    on_cpu = f"{active.__module__}:{active.__qualname__}" == PLATFORM_CLASS
+    sides = scheduler_hooks.find_hooked_sides()
+    scheduler_hooks.register(*sides, on_cpu=on_cpu)
+    if on_cpu:
+        from verl_server.platforms import cpu_hooks
+
+        cpu_hooks.register(*sides)
 
 
 def _has_accelerator() -> bool:

@@ -17,8 +17,8 @@ from sglang.srt.platforms import interface
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
-from verl_server.platforms.limits import default_kv_cache_tokens, require_cpu_support
-from verl_server.platforms.scheduler_hooks import split_cores
+from verl_server.platforms.limits import split_cores
+from verl_server.platforms.memory import default_kv_cache_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 # SGLang calls `apply_defaults` once, in the launcher, while it resolves its arguments
 # (`arg_groups/platform_hook.handle_platform_defaults`): after the device, the graph configuration and its own rules
 # for CPUs, and before the memory settings. Reads return the values that are resolved so far; writes are recorded as
-# decisions of this platform. A value that the user has set is kept where a CPU supports it. Otherwise `refusals` ends
-# the start with a message.
+# decisions of this platform. A value that the user has set is kept where a CPU supports it. Otherwise the
+# start ends with a message.
 
 # Number of rows of the request table, whose size is rows x context length x 4 bytes. SGLang's own default (2,048 rows
 # and more) takes 1 GiB with a context length of 131,072. A CPU cannot run more than 128 requests faster in any case.
@@ -49,7 +49,7 @@ def apply_defaults(args: Any) -> None:
     args.attention_backend = "torch_native"
     args.sampling_backend = "pytorch"
     args.disable_custom_all_reduce = True
-    # The memory saver of this flag supports CUDA only. `memory_hooks` releases memory without it.
+    # The memory saver of this flag supports CUDA only. `memory.py` releases memory without it.
     args.enable_memory_saver = False
     # Without it an idle scheduler polls in a loop on one core. With it a request wakes the scheduler at once (zmq
     # poll).
@@ -63,7 +63,7 @@ def apply_defaults(args: Any) -> None:
     if args.max_running_requests is None:
         args.max_running_requests = MAX_RUNNING_REQUESTS
     if args.max_total_tokens is None and args.mem_fraction_static is None:
-        args.max_total_tokens = default_kv_cache_tokens(args)
+        args.max_total_tokens = default_kv_cache_tokens(_model_config(args))
     _bind_ranks(args)
 
 
@@ -71,9 +71,7 @@ def _keep_float32(args: Any) -> None:
     """Keep float32 checkpoints in float32: `--dtype auto` converts them to float16, which a CPU computes slowly."""
     if args.dtype != "auto":
         return
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    config = model_config_of(args).hf_text_config
+    config = _model_config(args).hf_text_config
     if str(getattr(config, "dtype", None)) == "torch.float32":
         args.dtype = "float32"
 
@@ -97,7 +95,70 @@ def _bind_ranks(args: Any) -> None:
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = split_cores(ranks)
 
 
-# -- Cpu --------------------------------------------------------------------------------------------
+# -- Refusals ---------------------------------------------------------------------------------------
+# Server arguments and models that a CPU does not support. They end the start with a message.
+#
+# Every entry failed, or gave wrong numbers without an error, on a real server. The message is at the end of the
+# server's log.
+
+_NEEDS_GPU_KERNEL = {
+    "GptOssForCausalLM": "has attention sinks, which torch's attention does not support",
+    "Qwen2MoeForCausalLM": "computes the gate of its shared expert in a GPU kernel",
+}
+
+
+def require_cpu_support(args: Any) -> None:
+    """Raise ValueError when `args`, or the model that they name, cannot be served on a CPU."""
+    message = argument_refusal(args) or model_refusal(_model_config(args))
+    if message is not None:
+        raise ValueError(message)
+
+
+def argument_refusal(args: Any) -> str | None:
+    """The reason why these server arguments do not work on a CPU, or None."""
+    if args.quantization is not None:
+        return (
+            f"quantization={args.quantization!r} needs GPU kernels: serve the unquantized checkpoint on a CPU, "
+            "in bfloat16 to save memory."
+        )
+    if args.speculative_algorithm is not None:
+        return (
+            f"Speculative decoding ({args.speculative_algorithm}) needs GPU kernels: "
+            "leave speculative_algorithm unset on a CPU."
+        )
+    if args.enable_hierarchical_cache:
+        return (
+            "The hierarchical cache moves KV cache from a GPU to host memory, which a CPU does not need: "
+            "leave enable_hierarchical_cache unset and raise max_total_tokens instead."
+        )
+    if args.enable_deterministic_inference or args.rl_on_policy_target is not None:
+        return (
+            "enable_deterministic_inference and rl_on_policy_target need GPU kernels: leave them unset; "
+            "a sampling_seed in a request's sampling_params works on a CPU without them."
+        )
+    return None
+
+
+def model_refusal(model: Any) -> str | None:
+    """The reason why this model (SGLang's `ModelConfig`) cannot be served on a CPU, or None."""
+    name = (model.hf_config.architectures or ["this model"])[0]
+    if name in _NEEDS_GPU_KERNEL:
+        return f"{name} {_NEEDS_GPU_KERNEL[name]}: serve another model on a CPU."
+    for option in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(model.hf_text_config, option, None):
+            return f"{name} caps its logits ({option}) in a GPU kernel: serve another model on a CPU."
+    if model.quantization is not None:
+        return f"{name} is quantized ({model.quantization}), which needs GPU kernels: serve an unquantized checkpoint."
+    return None
+
+
+def _model_config(args: Any) -> Any:
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    return model_config_of(args)
+
+
+# -- Platform ---------------------------------------------------------------------------------------
 
 # SGLang before 0.5.2x has no such class and calls the `support_*` methods of the base class instead.
 _Capabilities = getattr(interface, "PlatformCapabilities", None)

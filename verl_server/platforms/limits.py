@@ -1,80 +1,11 @@
-"""How much memory a process can allocate on this machine or in its container."""
+"""What a process may use on this machine or in its container: memory and cores."""
 
 from __future__ import annotations
 
-import logging
+import os
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import psutil
-
-logger = logging.getLogger(__name__)
-
-
-# -- Refusals ---------------------------------------------------------------------------------------
-# Server arguments and models that a CPU does not support. They end the start with a message.
-#
-# Every entry failed, or gave wrong numbers without an error, on a real server. SGLang calls this module while it
-# resolves its arguments, so the message is at the end of the server's log.
-
-_NEEDS_GPU_KERNEL = {
-    "GptOssForCausalLM": "has attention sinks, which torch's attention does not support",
-    "Qwen2MoeForCausalLM": "computes the gate of its shared expert in a GPU kernel",
-}
-
-
-def require_cpu_support(args: Any) -> None:
-    """Raise ValueError when `args`, or the model that they name, cannot be served on a CPU."""
-    message = argument_refusal(args) or model_refusal(_model_config(args))
-    if message is not None:
-        raise ValueError(message)
-
-
-def argument_refusal(args: Any) -> str | None:
-    """The reason why these server arguments do not work on a CPU, or None."""
-    if args.quantization is not None:
-        return (
-            f"quantization={args.quantization!r} needs GPU kernels: serve the unquantized checkpoint on a CPU, "
-            "in bfloat16 to save memory."
-        )
-    if args.speculative_algorithm is not None:
-        return (
-            f"Speculative decoding ({args.speculative_algorithm}) needs GPU kernels: "
-            "leave speculative_algorithm unset on a CPU."
-        )
-    if args.enable_hierarchical_cache:
-        return (
-            "The hierarchical cache moves KV cache from a GPU to host memory, which a CPU does not need: "
-            "leave enable_hierarchical_cache unset and raise max_total_tokens instead."
-        )
-    if args.enable_deterministic_inference or args.rl_on_policy_target is not None:
-        return (
-            "enable_deterministic_inference and rl_on_policy_target need GPU kernels: leave them unset; "
-            "a sampling_seed in a request's sampling_params works on a CPU without them."
-        )
-    return None
-
-
-def model_refusal(model: Any) -> str | None:
-    """The reason why this model (SGLang's `ModelConfig`) cannot be served on a CPU, or None."""
-    name = (model.hf_config.architectures or ["this model"])[0]
-    if name in _NEEDS_GPU_KERNEL:
-        return f"{name} {_NEEDS_GPU_KERNEL[name]}: serve another model on a CPU."
-    for option in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(model.hf_text_config, option, None):
-            return f"{name} caps its logits ({option}) in a GPU kernel: serve another model on a CPU."
-    if model.quantization is not None:
-        return f"{name} is quantized ({model.quantization}), which needs GPU kernels: serve an unquantized checkpoint."
-    return None
-
-
-def _model_config(args: Any) -> Any:
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    return model_config_of(args)
-
-
-# -- Available memory -------------------------------------------------------------------------------
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -153,36 +84,17 @@ def available_memory() -> int:
     return max(0, available)
 
 
-# -- Kv cache size ----------------------------------------------------------------------------------
-# Default size of the KV cache on a CPU, in tokens.
-
-# A server shares the machine with the trainer and with the user's programs. By default it takes at most an eighth of
-# the free memory, and at most the memory of sixteen requests of full length.
-SHARE_OF_FREE_MEMORY = 1 / 8
-FULL_LENGTH_REQUESTS = 16
-SMALLEST_POOL_TOKENS = 2048
+def available_cores() -> list[int]:
+    """Numbers of the cores that this process may use, sorted."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
-def pool_tokens(context_length: int, bytes_per_token: int, free_bytes: int) -> int:
-    """Number of tokens in the KV pool, limited by the context length and by free memory; at least the smallest pool."""
-    useful = context_length * FULL_LENGTH_REQUESTS
-    affordable = int(free_bytes * SHARE_OF_FREE_MEMORY) // max(bytes_per_token, 1)
-    return max(SMALLEST_POOL_TOKENS, min(useful, affordable))
-
-
-def default_kv_cache_tokens(args: Any) -> int:
-    """The default of `max_total_tokens` for this model and the memory that is free now."""
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    model = model_config_of(args)
-    element_bytes = 2 if str(model.dtype) in ("torch.bfloat16", "torch.float16") else 4
-    # Keys and values of all layers. All TP ranks use the same host memory, so the size is not divided by the TP size.
-    bytes_per_token = (
-        model.num_hidden_layers
-        * model.get_total_num_kv_heads()
-        * (model.head_dim + getattr(model, "v_head_dim", model.head_dim))
-        * element_bytes
-    )
-    tokens = pool_tokens(model.context_len, bytes_per_token, available_memory())
-    logger.info("KV cache: %d tokens of %d bytes (set --max-total-tokens to change)", tokens, bytes_per_token)
-    return tokens
+def split_cores(ranks: int, cores: list[int] | None = None) -> str:
+    """The cores of each rank as SGLang and vLLM write them, for example "0,1|2,3". Ranks share too few cores."""
+    cores = available_cores() if cores is None else cores
+    share = len(cores) // ranks
+    if share == 0:
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    return "|".join(",".join(str(core) for core in cores[rank * share : (rank + 1) * share]) for rank in range(ranks))

@@ -13,7 +13,7 @@ import errno
 import logging
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from verl_server.config import MemoryTag
+from verl_server.platforms.limits import available_memory
+from verl_server.platforms.scheduler_hooks import without_batch
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +46,14 @@ def is_supported() -> bool:
 
 def weight_regions(models: Iterable[Any]) -> list[Region]:
     """The storages of all parameters. Buffers, such as rope tables, are kept: weight updates do not contain them."""
+    return storage_regions(parameter for model in models for parameter in model.parameters())
+
+
+def storage_regions(tensors: Iterable[torch.Tensor]) -> list[Region]:
+    """The storages of tensors, each once."""
     found: dict[int, int] = {}
-    for model in models:
-        for parameter in model.parameters():
-            storage = parameter.untyped_storage()
-            found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
+    for storage in (tensor.untyped_storage() for tensor in tensors):
+        found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
     return [Region(address, size) for address, size in sorted(found.items())]
 
 
@@ -120,7 +125,7 @@ def _madvise(region: Region, advice: int) -> None:
 # their values are undefined.) Until then, and while any memory is released, requests are refused with status 503.
 #
 # SGLang's replies have no success field. A refusal is sent in `rid`, which these replies do not use otherwise;
-# `http_hooks` turns it into status 409.
+# the HTTP side turns it into status 409.
 
 WEIGHTS, KV_CACHE = MemoryTag.WEIGHTS.value, MemoryTag.KV_CACHE.value
 #: A CPU has no graphs. Callers that name this tag, or no tag, release the other memory.
@@ -251,27 +256,6 @@ def hold_queued_requests(original: Callable[..., Any], scheduler: Any, *args: An
     return original(scheduler, *args, **kwargs) if occupation.refusal is None else without_batch(kwargs)
 
 
-def hold_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around `Scheduler.get_next_batch_to_run`: run no batch while memory is released, whoever released it.
-
-    Requests wait then. SGLang itself would compute them from released memory when a client continues generation.
-    `hold_queued_requests` does the same, and more, on a CPU. With DP attention the ranks must call SGLang's function
-    together, also while they have nothing to run.
-    """
-    if scheduler.weight_updater.offload_tags and not scheduler.server_args.enable_dp_attention:
-        return without_batch(kwargs)
-    return original(scheduler, *args, **kwargs)
-
-
-def without_batch(arguments: Mapping[str, Any]) -> Any:
-    """The result of `Scheduler.get_next_batch_to_run` with these keyword arguments when there is nothing to run."""
-    try:
-        from sglang.srt.managers.schedule_batch import NextBatchPlan
-    except ImportError:  # earlier versions of SGLang
-        return None
-    return NextBatchPlan(batch_to_run=None, running_batch=arguments["running_batch"])
-
-
 def _release_refusal(manager: Any, tags: set[str]) -> str | None:
     if not is_supported():
         return "memory can be released on Linux only"
@@ -309,3 +293,35 @@ def _regions(manager: Any, tags: set[str]) -> list[Region]:
     if WEIGHTS in tags and not _keeps_weights(manager):
         regions += weight_regions([runner.model])
     return regions
+
+
+# -- Kv cache size ----------------------------------------------------------------------------------
+# Default size of the KV cache on a CPU, in tokens.
+
+# A server shares the machine with the trainer and with the user's programs. By default it takes at most an eighth of
+# the free memory, and at most the memory of sixteen requests of full length.
+SHARE_OF_FREE_MEMORY = 1 / 8
+FULL_LENGTH_REQUESTS = 16
+SMALLEST_POOL_TOKENS = 2048
+
+
+def pool_tokens(context_length: int, bytes_per_token: int, free_bytes: int) -> int:
+    """Number of tokens in the KV pool, limited by the context length and by free memory; at least the smallest pool."""
+    useful = context_length * FULL_LENGTH_REQUESTS
+    affordable = int(free_bytes * SHARE_OF_FREE_MEMORY) // max(bytes_per_token, 1)
+    return max(SMALLEST_POOL_TOKENS, min(useful, affordable))
+
+
+def default_kv_cache_tokens(model: Any) -> int:
+    """The default of `max_total_tokens` for this model (SGLang's `ModelConfig`) and the memory that is free now."""
+    element_bytes = 2 if str(model.dtype) in ("torch.bfloat16", "torch.float16") else 4
+    # Keys and values of all layers. All TP ranks use the same host memory, so the size is not divided by the TP size.
+    bytes_per_token = (
+        model.num_hidden_layers
+        * model.get_total_num_kv_heads()
+        * (model.head_dim + getattr(model, "v_head_dim", model.head_dim))
+        * element_bytes
+    )
+    tokens = pool_tokens(model.context_len, bytes_per_token, available_memory())
+    logger.info("KV cache: %d tokens of %d bytes (set --max-total-tokens to change)", tokens, bytes_per_token)
+    return tokens

@@ -1,9 +1,9 @@
-"""The gate of an SGLang server: the one place that every request passes, whichever HTTP route it came by.
+"""Hooks of an SGLang server on every platform: the gate of requests, caches that depend on weights, the server's state.
 
 SGLang's scheduler trusts its requests. A token id beyond the vocabulary, a count that no tensor can hold, or a field of
 a wrong type ends it, and the server with it. `check_tokenized` sees each request as the scheduler will get it, so that
 no route has to be known here. `KeyFilter` keeps the server's keys out of its replies. Importing this module imports
-neither torch nor sglang.
+no sglang.
 """
 
 from __future__ import annotations
@@ -11,43 +11,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import multiprocessing
-import os
-import signal
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from http import HTTPStatus
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from verl_server.platforms.server_report import PARAMETER_DTYPES, RELEASED_MEMORY, report_dtypes
 
-# -- Http hooks -------------------------------------------------------------------------------------
-# HTTP side of memory release and resume: a scheduler's refusal becomes an HTTP error. And what a scheduler reports.
-#
-# SGLang's own functions wait for the replies of all schedulers and ignore them. It does not report which memory is
-# released: several clients may release and resume the memory of one server, so that none of them knows it from its own
-# calls.
+logger = logging.getLogger(__name__)
+
+MANAGERS = "sglang.srt.managers"
+UPDATER = f"{MANAGERS}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_INTERNAL_STATE = f"{MANAGERS}.scheduler_components.internal_state.SchedulerInternalStateController"
+SCHEDULER = f"{MANAGERS}.scheduler.Scheduler"
+_TOKENIZER_MANAGER = f"{MANAGERS}.tokenizer_manager.TokenizerManager"
 
 
-class MemoryOccupationRefused(RuntimeError):
-    """A scheduler refused, and nothing was released or resumed. SGLang's error handler reads `status_code` (409)."""
-
-    status_code = HTTPStatus.CONFLICT
-
-
-async def release(manager: Any, obj: Any, request: Any = None) -> None:
-    """Replacement of `TokenizerControlMixin.release_memory_occupation` that raises a scheduler's refusal."""
-    manager.auto_create_handle_loop()
-    _raise_refusal(await manager.release_memory_occupation_communicator(obj))
-
-
-async def resume(manager: Any, obj: Any, request: Any = None) -> None:
-    """Replacement of `TokenizerControlMixin.resume_memory_occupation` that raises a scheduler's refusal."""
-    manager.auto_create_handle_loop()
-    _raise_refusal(await manager.resume_memory_occupation_communicator(obj))
+# -- State ------------------------------------------------------------------------------------------
+# What a scheduler reports, and what it does while memory is released. SGLang does not report which memory is released:
+# several clients may release and resume the memory of one server, so that none of them knows it from its own calls.
 
 
 def add_state(reply: Any, controller: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -60,167 +45,25 @@ def add_state(reply: Any, controller: Any, *_args: Any, **_kwargs: Any) -> None:
     reply.internal_state[PARAMETER_DTYPES] = report_dtypes(model.state_dict().items())
 
 
-def _raise_refusal(replies: list[Any]) -> None:
-    refusals = sorted({reply.rid for reply in replies if reply.rid})
-    if refusals:
-        raise MemoryOccupationRefused("; ".join(refusals))
+def hold_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around `Scheduler.get_next_batch_to_run`: run no batch while memory is released, whoever released it.
 
-
-# -- Pinned memory hook -----------------------------------------------------------------------------
-# Host memory that is not pinned. Pinned memory speeds up copies to a GPU, and torch refuses it without a GPU.
-#
-# SGLang's LoRA code requests pinned memory for every tensor in host memory. Around its functions the request is
-# ignored. SGLang registers the host memory of routed experts with CUDA. On a CPU this memory is allocated without
-# registration.
-
-
-class _IgnorePinMemory(TorchFunctionMode):
-    """Ignores `pin_memory` as a method and as a keyword argument of torch functions."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if function is torch.Tensor.pin_memory:
-            return args[0]
-        return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
-
-
-def without_pinned_memory(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of SGLang's LoRA code, and ignore its requests for pinned memory, which torch would refuse."""
-    with _IgnorePinMemory():
-        return original(*args, **kwargs)
-
-
-def allocate_unregistered(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Allocate a tensor with SGLang's `alloc_with_host_register`, and do not register it with CUDA."""
-    return original(*args, **{**kwargs, "pin_memory": False})
-
-
-# -- Sleep hook -------------------------------------------------------------------------------------
-# A paused scheduler sleeps instead of using a whole core.
-#
-# With `sleep_on_idle` SGLang's event loop sleeps when it is idle, but not while generation is paused. It then polls
-# its sockets in a loop, at the time when a trainer needs the cores for a weight update.
-
-
-def ingest_requests(original: Callable[..., Any], scheduler: Any, *args: Any, **options: Any) -> Any:
-    """Sleep before `Scheduler.ingest_requests` while generation is paused: until a message arrives, at most one second.
-
-    SGLang itself polls its sockets in a loop then, which uses a whole core.
+    Requests wait then. SGLang itself would compute them from released memory when a client continues generation.
+    The CPU platform has a hook of its own for it. With DP attention the ranks must call SGLang's function
+    together, also while they have nothing to run.
     """
-    if scheduler._engine_paused:
-        scheduler.maybe_sleep_on_idle()
-    return original(scheduler, *args, **options)
+    if scheduler.weight_updater.offload_tags and not scheduler.server_args.enable_dp_attention:
+        return without_batch(kwargs)
+    return original(scheduler, *args, **kwargs)
 
 
-# -- Threads ----------------------------------------------------------------------------------------
-# The cores on which each tensor-parallel rank computes.
-#
-# SGLang binds threads with a kernel library that a plain CPU installation does not have, and only on AMX or ARM
-# machines (`distributed/bootstrap._init_cpu_threads_env`). torch and the operating system can do it without that
-# library.
-
-
-def available_cores() -> list[int]:
-    """Numbers of the cores that this process may use, sorted."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def split_cores(ranks: int, cores: list[int] | None = None) -> str:
-    """Value of `SGLANG_CPU_OMP_THREADS_BIND` for `ranks` ranks, for example "0,1|2,3". Ranks share too few cores."""
-    cores = available_cores() if cores is None else cores
-    share = len(cores) // ranks
-    if share == 0:
-        return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
-    return "|".join(",".join(str(core) for core in cores[rank * share : (rank + 1) * share]) for rank in range(ranks))
-
-
-def parse_cores(text: str) -> set[int]:
-    """Parse the cores of one rank, for example "0,1,4-7"."""
-    cores: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    return cores
-
-
-def bind_threads(*, local_omp_cpuid: str, **_ignored: Any) -> None:
-    """Replacement of SGLang's `_init_cpu_threads_env` that binds the threads of this rank to its cores with torch.
-
-    `local_omp_cpuid` lists these cores. SGLang's function needs a kernel library that a plain CPU installation does not
-    have. A single rank is not bound: that would only disturb the trainer and other servers.
-    """
-    if not os.environ.get("SGLANG_CPU_OMP_THREADS_BIND"):
-        return
-    cores = parse_cores(local_omp_cpuid) & set(available_cores())
-    if not cores:
-        return
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
-    torch.set_num_threads(len(cores))
-
-
-# -- Workers ----------------------------------------------------------------------------------------
-# SGLang's worker processes are forked where that is safe. A spawned worker repeats ten seconds of imports.
-#
-# A fork copies one thread and the state of every lock. It is safe only in a process with one thread that was not
-# forked itself: a fork of a trainer, for example, would wait for OpenMP threads that do not exist in it. Both
-# conditions are read from the kernel at the moment of the fork. Otherwise workers are spawned, as SGLang does by
-# default: in a trainer that runs the in-process `Engine`, in SGLang's own HTTP adapter, which forks, when BLAS has
-# started threads, and on other systems than Linux.
-
-_is_launching = False
-_forks_may_fork = False
-#: Flag in `/proc/PID/stat`: the process was forked and has executed no program since (linux/sched.h).
-PF_FORKNOEXEC = 0x40
-
-
-def launch_workers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call SGLang's `Engine` function that starts the schedulers or the detokenizer, with the start method "fork".
-
-    A spawned worker imports all modules again. Where a fork is not safe, the start method is not changed.
-    """
-    if not can_fork():
-        return original(*args, **kwargs)
-    global _is_launching
-    start_method = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("fork", force=True)
-    _is_launching = True
+def without_batch(arguments: Mapping[str, Any]) -> Any:
+    """The result of `Scheduler.get_next_batch_to_run` with these keyword arguments when there is nothing to run."""
     try:
-        return original(*args, **kwargs)
-    finally:
-        _is_launching = False
-        multiprocessing.set_start_method(start_method, force=True)
-
-
-def allow_forks_to_fork() -> None:
-    """Allow that forks of this process fork workers. Only for a process that has never had a second thread."""
-    global _forks_may_fork
-    _forks_may_fork = True
-
-
-def can_fork() -> bool:
-    """Whether this process has one thread and was not forked. Forks of a forkserver are allowed."""
-    try:
-        with open("/proc/self/stat", "rb") as file:
-            flags = int(file.read().rpartition(b")")[2].split()[6])
-        return len(os.listdir("/proc/self/task")) == 1 and (_forks_may_fork or not flags & PF_FORKNOEXEC)
-    except OSError:
-        return False
-
-
-def after_fork() -> None:
-    """Give a forked worker the state of a spawned worker. Runs after every fork.
-
-    A worker may start threads later, so it spawns its own processes.
-    """
-    global _is_launching
-    if _is_launching:
-        _is_launching = False
-        multiprocessing.set_start_method("spawn", force=True)
-        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # SGLang's handler there ends the whole server
+        from sglang.srt.managers.schedule_batch import NextBatchPlan
+    except ImportError:  # earlier versions of SGLang
+        return None
+    return NextBatchPlan(batch_to_run=None, running_batch=arguments["running_batch"])
 
 
 # -- Weight caches ----------------------------------------------------------------------------------
@@ -307,15 +150,13 @@ def before_queue_match(_policy: Any, waiting_queue: Sequence[Any], *_args: Any, 
 
 def hooks() -> dict[str, Callable[..., None]]:
     """The functions of SGLang before which the hooks are called, by path."""
-    managers = "sglang.srt.managers"
-    updater = f"{managers}.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     # A sender may also write weights into the memory of the server, between the begin and the end of an update.
     sources = ("disk", "distributed", "ipc", "tensor")
     changes = ("end_weight_update", *(f"update_weights_from_{source}" for source in sources))
     return {
-        f"{managers}.schedule_batch.Req.init_next_round_input": before_prefix_match,
-        f"{managers}.schedule_policy.SchedulePolicy._compute_prefix_matches": before_queue_match,
-        **{f"{updater}.{change}": forget_weights for change in changes},
+        f"{MANAGERS}.schedule_batch.Req.init_next_round_input": before_prefix_match,
+        f"{MANAGERS}.schedule_policy.SchedulePolicy._compute_prefix_matches": before_queue_match,
+        **{f"{UPDATER}.{change}": forget_weights for change in changes},
     }
 
 
@@ -534,3 +375,54 @@ class KeyFilter:
             for secret in self._secrets:
                 value = value.replace(secret, "***")
         return value
+
+
+# -- Registration -----------------------------------------------------------------------------------
+# The functions of SGLang that each hook changes, and the processes in which it does.
+#
+# SGLang loads plugins in every process that it starts. Registering a hook imports the module of its target, so hooks
+# are not registered in the detokenizer: it needs none, and it would import the whole scheduler.
+
+
+def find_hooked_sides() -> tuple[bool, bool]:
+    """Whether this process is a launcher, and whether it has a scheduler or may fork one. Ask before any registration.
+
+    A spawned worker has imported its own manager only. The launcher has imported none, or all of them (`Engine`).
+    """
+    in_scheduler = f"{MANAGERS}.scheduler" in sys.modules
+    in_launcher = in_scheduler == (f"{MANAGERS}.detokenizer_manager" in sys.modules)
+    return in_launcher, in_launcher or in_scheduler
+
+
+def register(in_launcher: bool, has_scheduler: bool, *, on_cpu: bool) -> None:
+    """Register the hooks of every platform in this process. `on_cpu`: the CPU platform registers further hooks."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    if in_launcher:
+        add_hook(f"{_TOKENIZER_MANAGER}.generate_request", check_size, HookType.BEFORE)
+        add_hook(f"{_TOKENIZER_MANAGER}._create_tokenized_object", check_tokenized, HookType.AFTER)
+    if has_scheduler:
+        for target, hook in hooks().items():
+            add_hook(target, hook, HookType.BEFORE)
+        add_hook(f"{SCHEDULER}.init_model_worker", note_model, HookType.AFTER)
+        add_hook(f"{_INTERNAL_STATE}.get_internal_state", add_state, HookType.AFTER)
+        if not on_cpu:
+            add_hook(f"{SCHEDULER}.get_next_batch_to_run", hold_requests, HookType.AROUND)
+
+
+def add_hook(target: str, hook: Callable[..., Any], kind: Any) -> None:
+    """Register one hook. Log a warning when this version of SGLang does not have its target."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if has_target(target):
+        HookRegistry.register(target, hook, kind)
+    else:
+        logger.warning("this version of SGLang has no %s; the hook %s is inactive", target, hook.__qualname__)
+
+
+def has_target(target: str) -> bool:
+    try:
+        resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    return True

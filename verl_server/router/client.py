@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Collection
 from typing import Any, Self
 
 import aiohttp
@@ -23,6 +24,8 @@ from verl_server.types import Json
 from verl_server.validation import check_arguments, require_http_url, require_key, require_seconds
 
 CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
+"""Seconds for a question that is not a generation."""
 FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 0.05, 1.0
 MIN_SERVED_S = 2.0
 """Minimum number of seconds that a broken call must have lasted to prove that a router was working on it. A program
@@ -141,19 +144,26 @@ class RouterClient:
             raise ServerError(f"{self._url} is no router: /replicas is no list", url=self._url)
         return rows
 
+    async def is_paused(self) -> bool:
+        """Whether all requests wait in the router. False also if its `/health` does not say so. Raises ServerError."""
+        health = await self._get("/health", statuses=(200, 503))
+        return isinstance(health, dict) and health.get("paused") is True
+
     async def models(self) -> list[Json]:
         """The models of a replica, as OpenAI's `/v1/models` lists them. Asks once. Raises ServerError."""
         reply = await self._get("/v1/models")
         models = reply.get("data") if isinstance(reply, dict) else None
         return models if isinstance(models, list) else []
 
-    async def _get(self, path: str) -> Any:
+    async def _get(self, path: str, statuses: Collection[int] = (200,)) -> Any:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            async with self._open_session().get(f"{self._url}{path}") as answer:
+            async with self._open_session().get(f"{self._url}{path}", timeout=timeout) as answer:
                 body = parse_json_or_text(await answer.read())
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise ServerError(f"the router at {self._url} cannot be reached: {error}", url=self._url) from error
-        if answer.status == 200:
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            problem = f"{error}" or f"no answer within {ANSWER_TIMEOUT_S:g} s"
+            raise ServerError(f"the router at {self._url} cannot be reached: {problem}", url=self._url) from error
+        if answer.status in statuses:
             return body
         problem = "refused the key (401)" if answer.status == 401 else f"answered {answer.status} to {path}"
         raise ServerError(f"the router at {self._url} {problem}", url=self._url, status=answer.status)
@@ -222,6 +232,16 @@ class RouterClient:
             url=self._url,
             status=answer.status,
         )
+
+
+def fetch_status(url: str, api_key: str | None) -> tuple[list[Json], bool]:
+    """The rows of a router's `/replicas`, and whether it is paused. Blocks. Raises ServerError."""
+
+    async def fetch() -> tuple[list[Json], bool]:
+        async with RouterClient(url, api_key) as client:
+            return await client.replicas(), await client.is_paused()
+
+    return asyncio.run(fetch())
 
 
 def _loop_time(deadline: float) -> float:

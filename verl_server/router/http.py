@@ -24,7 +24,6 @@ from prometheus_client.registry import Collector
 from verl_server.adapter.json_body import without_half_characters
 from verl_server.adapter.sglang.requests import split_batch
 from verl_server.errors import BadInputError, ServerDiedError, ServerError, VerlServerError
-from verl_server.router.bodies import error_response, json_response, parse_object, read_body
 from verl_server.router.dispatcher import FILES_RETRY_S, Dispatcher, Failures
 from verl_server.router.replica import GenerationServer, RoutedReplica, Slot, unless_lost
 from verl_server.router.request_checks import (
@@ -32,7 +31,11 @@ from verl_server.router.request_checks import (
     MAX_SERVER_DEATHS,
     MEDIA_FIELDS,
     check_forwarded_body,
+    error_response,
     is_out_of_files,
+    json_response,
+    parse_object,
+    read_body,
     refuse_local_media,
     was_received,
 )
@@ -87,19 +90,12 @@ class _RouterCollector(Collector):
         snapshot = self._dispatcher.snapshot()
         for name, value in asdict(snapshot.counters).items():
             yield CounterMetricFamily(f"verl_router_{name}", COUNTER_HELP[name], value=value)
-        yield GaugeMetricFamily(
-            "verl_router_queued_requests", "Requests that wait for a replica", value=snapshot.queued_requests
-        )
-        yield GaugeMetricFamily(
-            "verl_router_stored_results",
-            "Finished results that a repeated request id still receives",
-            value=snapshot.stored_results,
-        )
-        yield GaugeMetricFamily(
-            "verl_router_paused",
-            "1 while all requests wait until a trainer resumes the router",
-            value=snapshot.is_paused,
-        )
+        for name, text, gauge in (
+            ("queued_requests", "Requests that wait for a replica", snapshot.queued_requests),
+            ("stored_results", "Finished results that a repeated request id still receives", snapshot.stored_results),
+            ("paused", "1 while all requests wait until a trainer resumes the router", snapshot.is_paused),
+        ):
+            yield GaugeMetricFamily(f"verl_router_{name}", text, value=gauge)
         for name, text in GAUGE_HELP.items():
             family = GaugeMetricFamily(f"verl_replica_{name}", text, labels=["replica"])
             for replica in snapshot.replicas:

@@ -9,7 +9,7 @@ import heapq
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable
 
 from verl_server.config import RouterConfig
 from verl_server.errors import BadInputError, NotReadyError, ServerDiedError, ShutDownError, VerlServerError
@@ -19,16 +19,20 @@ from verl_server.router.replica_status import ReplicaStatus, RouterCounters
 
 logger = logging.getLogger(__name__)
 
-
-# -- Replica table ----------------------------------------------------------------------------------
-# `ReplicaTable`: the replicas of one router with their states, and the choice of the replica of a request.
+# -- Replica pool -----------------------------------------------------------------------------------
 
 MAX_REASONS = 8
 """Maximum number of replicas that the message of an error names."""
+MAX_ISOLATED_REQUESTS = 16
+"""Maximum number of isolated requests, see `RoutingRequest`, that run at the same time, on one replica each. They run
+on half of the admitted replicas at most, because each of them may end its server."""
 
 
-class ReplicaTable:
-    """The replicas of one router, and the replica of each session."""
+class ReplicaPool:
+    """The replicas of one router and the requests that run on them or wait for them.
+
+    All methods must be called in one event loop. Between two calls, no waiting request could be placed on a replica.
+    """
 
     def __init__(self, config: RouterConfig, counters: RouterCounters) -> None:
         """`counters.refused` is counted here."""
@@ -41,63 +45,38 @@ class ReplicaTable:
         """Names of the replicas that are not admitted and will serve without an action of the user."""
         self._unavailable: dict[str, ReplicaStatus] = {}
         """The last status of each replica that does not serve until the user acts, and of each failed replica."""
+        self._queues = RequestQueues()
+        self._closed = False
+        self._isolated_requests = 0
+        self._limit = RunningLimit(lambda: bool(self._queues), self._serve_queues)
 
-    @property
-    def num_admitted(self) -> int:
-        """Number of admitted replicas."""
-        return self._index.num_replicas
+    # -- replicas -----------------------------------------------------------------------------------
 
-    # -- states -------------------------------------------------------------------------------------
+    def apply_statuses(self, statuses: Iterable[ReplicaStatus]) -> None:
+        """Bring replicas to the states that the fleet reports.
 
-    def apply_status(self, status: ReplicaStatus) -> None:
-        """Bring a replica to the state that the fleet reports."""
-        replica = self.replicas.get(status.name)
-        self._unavailable.pop(status.name, None)
-        if not status.removed and (status.reason or status.failure is not None):
-            self._unavailable[status.name] = status
-        if replica is not None and status.removed:
-            replica.is_removed = True
-        if status.removed or status.failure is not None:
-            self.remove(status.name)
-        elif status.adapter is not None and (replica is None or replica.server is not status.adapter):
-            self.add(
-                status.name,
-                status.adapter,
-                status.weight_version,
-                admitted=status.admitted,
-                will_serve=status.will_serve,
-                dp_size=status.dp_size,
-            )
-        elif replica is None:
-            self._set_awaited(status.name, status.will_serve)
-        else:
-            if status.adapter is None:
-                replica.lost.set()
-            self.update(
-                status.name,
-                weight_version=status.weight_version,
-                admitted=status.admitted,
-                suspect=status.suspect,
-                will_serve=status.will_serve,
-            )
+        Waiting requests are placed afterwards, so that they are distributed over all replicas that are admitted
+        together.
+        """
+        for status in statuses:
+            self._apply_status(status)
+        self._serve_queues()
 
-    def add(
+    def add_replica(
         self,
         name: str,
         server: GenerationServer,
         weight_version: int,
         *,
-        admitted: bool,
-        will_serve: bool,
-        dp_size: int,
+        admitted: bool = True,
+        will_serve: bool = True,
+        dp_size: int = 1,
     ) -> None:
         """Add a replica, or replace the server of a known replica. `dp_size`: number of its data parallel ranks."""
-        self.remove(name)
-        limit = self._config.max_running_requests_per_dp_rank * dp_size
-        self.replicas[name] = RoutedReplica(name, server, weight_version, limit, admitted, will_serve=will_serve)
-        self.refresh(self.replicas[name])
+        self._add(name, server, weight_version, admitted=admitted, will_serve=will_serve, dp_size=dp_size)
+        self._serve_queues()
 
-    def update(
+    def update_replica(
         self,
         name: str,
         *,
@@ -121,9 +100,59 @@ class ReplicaTable:
             replica.will_serve = will_serve
         if dp_size is not None:
             replica.max_running_requests = self._config.max_running_requests_per_dp_rank * dp_size
-        self.refresh(replica)
+        self._refresh(replica)
+        self._serve_queues()
 
-    def remove(self, name: str) -> None:
+    def mark_unreachable(self, replica: RoutedReplica) -> None:
+        """Record a broken connection. The replica receives no requests until its next status admits it."""
+        replica.admitted = False
+        self._refresh(replica)
+        self._serve_queues()
+
+    def _apply_status(self, status: ReplicaStatus) -> None:
+        """Bring a replica to the state that the fleet reports."""
+        replica = self.replicas.get(status.name)
+        self._unavailable.pop(status.name, None)
+        if not status.removed and (status.reason or status.failure is not None):
+            self._unavailable[status.name] = status
+        if replica is not None and status.removed:
+            replica.is_removed = True
+        if status.removed or status.failure is not None:
+            self._remove(status.name)
+        elif status.adapter is not None and (replica is None or replica.server is not status.adapter):
+            self._add(
+                status.name,
+                status.adapter,
+                status.weight_version,
+                admitted=status.admitted,
+                will_serve=status.will_serve,
+                dp_size=status.dp_size,
+            )
+        elif replica is None:
+            self._set_awaited(status.name, status.will_serve)
+        else:
+            if status.adapter is None:
+                replica.lost.set()
+            replica.weight_version, replica.admitted = status.weight_version, status.admitted
+            replica.is_stalled, replica.will_serve = status.suspect, status.will_serve
+            self._refresh(replica)
+
+    def _add(
+        self,
+        name: str,
+        server: GenerationServer,
+        weight_version: int,
+        *,
+        admitted: bool,
+        will_serve: bool,
+        dp_size: int,
+    ) -> None:
+        self._remove(name)
+        limit = self._config.max_running_requests_per_dp_rank * dp_size
+        self.replicas[name] = RoutedReplica(name, server, weight_version, limit, admitted, will_serve=will_serve)
+        self._refresh(self.replicas[name])
+
+    def _remove(self, name: str) -> None:
         """Remove a replica. Its running requests continue on other replicas when they fail there."""
         self._set_awaited(name, False)
         replica = self.replicas.pop(name, None)
@@ -131,150 +160,17 @@ class ReplicaTable:
             replica.lost.set()
             self._index.remove(replica)
 
-    def refresh(self, replica: RoutedReplica) -> None:
-        """The state of a replica has changed. A replica that is not in the table any more is ignored."""
+    def _refresh(self, replica: RoutedReplica) -> None:
+        """The state of a replica has changed. A replica that was removed is ignored."""
         if self.replicas.get(replica.name) is replica:
             self._set_awaited(replica.name, replica.will_serve and not replica.admitted)
             self._index.refresh(replica)
-
-    def update_load(self, replica: RoutedReplica, added_tokens: int) -> None:
-        """The load of a replica has changed by `added_tokens` tokens or by one request."""
-        self._index.update_load(replica, added_tokens)
 
     def _set_awaited(self, name: str, is_awaited: bool) -> None:
         if is_awaited:
             self._awaited.add(name)
         else:
             self._awaited.discard(name)
-
-    # -- choice -------------------------------------------------------------------------------------
-
-    def choose(self, request: RoutingRequest, tried: Collection[RoutedReplica]) -> RoutedReplica | None:
-        """The replica for a request, see `LoadIndex.choose`. None when the request has to wait.
-
-        Raises NotReadyError or ServerDiedError when no replica serves the required weights and none is expected to.
-        """
-        session_id = request.session_id
-        session_replica = None if session_id is None else self._session_replicas.get(session_id)
-        try:
-            replica = self._index.choose(request, session_replica, tried)
-        except NotReadyError as error:
-            if self._awaited:
-                return None
-            self._counters.refused += 1
-            raise self._explain(error) from None
-        if replica is not None and session_id is not None:
-            self._session_replicas[session_id] = replica.name
-            self._session_replicas.move_to_end(session_id)
-            if len(self._session_replicas) > self._config.max_sessions:
-                self._session_replicas.popitem(last=False)
-        return replica
-
-    def _explain(self, error: NotReadyError) -> VerlServerError:
-        """The error for a request that no replica can take, with the state of each replica if none is admitted.
-
-        It is not retryable when every replica has failed.
-        """
-        statuses = self._unavailable.values()
-        if self.num_admitted:
-            return error
-        if not statuses:
-            problems = [f"{name}: {each.problem:.400}" for name, each in self.replicas.items() if each.problem]
-            return NotReadyError("; ".join([error.message, *problems[:MAX_REASONS]]))
-        if not self.replicas and all(status.failure is not None for status in statuses):
-            failure = max(statuses, key=lambda status: status.name).failure
-            assert failure is not None
-            return ServerDiedError(
-                "no replica serves requests: every replica has failed and is not started again. Correct the cause, "
-                f"then create a new fleet. {failure['message']}",
-                **failure["details"],
-            )
-        named = heapq.nsmallest(MAX_REASONS, statuses, key=lambda status: status.name)
-        reasons = [f"{status.name} {status.reason}" for status in named]
-        if len(statuses) > len(named):
-            reasons.append(f"and {len(statuses) - len(named)} more replicas")
-        return NotReadyError(f"{error.message}: {'; '.join(reasons)}")
-
-
-# -- Replica pool -----------------------------------------------------------------------------------
-
-MAX_ISOLATED_REQUESTS = 16
-"""Maximum number of isolated requests, see `RoutingRequest`, that run at the same time, on one replica each. They run
-on half of the admitted replicas at most, because each of them may end its server."""
-
-
-class ReplicaPool:
-    """The replicas of one router and the requests that run on them or wait for them.
-
-    All methods must be called in one event loop. Between two calls, no waiting request could be placed on a replica.
-    """
-
-    def __init__(self, config: RouterConfig, counters: RouterCounters) -> None:
-        """`counters.refused` is counted here."""
-        self._config, self._counters = config, counters
-        self._table = ReplicaTable(config, counters)
-        self._queues = RequestQueues()
-        self._closed = False
-        self._isolated_requests = 0
-        self._limit = RunningLimit(lambda: bool(self._queues), self._serve_queues)
-
-    # -- replicas -----------------------------------------------------------------------------------
-
-    @property
-    def replicas(self) -> Mapping[str, RoutedReplica]:
-        """Replicas that have a server, by name."""
-        return self._table.replicas
-
-    def apply_statuses(self, statuses: Iterable[ReplicaStatus]) -> None:
-        """Bring replicas to the states that the fleet reports.
-
-        Waiting requests are placed afterwards, so that they are distributed over all replicas that are admitted
-        together.
-        """
-        for status in statuses:
-            self._table.apply_status(status)
-        self._serve_queues()
-
-    def add_replica(
-        self,
-        name: str,
-        server: GenerationServer,
-        weight_version: int,
-        *,
-        admitted: bool = True,
-        will_serve: bool = True,
-        dp_size: int = 1,
-    ) -> None:
-        """Add a replica, or replace the server of a known replica. `dp_size`: number of its data parallel ranks."""
-        self._table.add(name, server, weight_version, admitted=admitted, will_serve=will_serve, dp_size=dp_size)
-        self._serve_queues()
-
-    def update_replica(
-        self,
-        name: str,
-        *,
-        weight_version: int | None = None,
-        admitted: bool | None = None,
-        suspect: bool | None = None,
-        will_serve: bool | None = None,
-        dp_size: int | None = None,
-    ) -> None:
-        """Change the state of a replica. None keeps a value. Raises BadInputError for an unknown replica."""
-        self._table.update(
-            name,
-            weight_version=weight_version,
-            admitted=admitted,
-            suspect=suspect,
-            will_serve=will_serve,
-            dp_size=dp_size,
-        )
-        self._serve_queues()
-
-    def mark_unreachable(self, replica: RoutedReplica) -> None:
-        """Record a broken connection. The replica receives no requests until its next status admits it."""
-        replica.admitted = False
-        self._table.refresh(replica)
-        self._serve_queues()
 
     # -- placement ----------------------------------------------------------------------------------
 
@@ -351,7 +247,7 @@ class ReplicaPool:
         replica = slot.replica
         slot.release()
         self._limit.running -= 1
-        self._table.update_load(replica, -slot.tokens)
+        self._index.update_load(replica, -slot.tokens)
         self.end_isolation(slot)
         self._serve_queues(None if self._limit.is_limited else replica.weight_version)
 
@@ -380,19 +276,61 @@ class ReplicaPool:
             self._queues.fail(queue, lambda: ShutDownError("the router was shut down"))
 
     def _choose(self, request: RoutingRequest, tried: Collection[RoutedReplica]) -> RoutedReplica | None:
-        """The replica for a request. None when the request has to wait."""
+        """The replica for a request, see `LoadIndex.choose`. None when the request has to wait.
+
+        Raises NotReadyError or ServerDiedError when no replica serves the required weights and none is expected to.
+        """
         if self._limit.is_reached:
             return None
-        max_isolated = max(1, min(MAX_ISOLATED_REQUESTS, self._table.num_admitted // 2))
+        max_isolated = max(1, min(MAX_ISOLATED_REQUESTS, self._index.num_replicas // 2))
         if request.is_isolated and self._isolated_requests >= max_isolated:
             return None
-        return self._table.choose(request, tried)
+        session_id = request.session_id
+        session_replica = None if session_id is None else self._session_replicas.get(session_id)
+        try:
+            replica = self._index.choose(request, session_replica, tried)
+        except NotReadyError as error:
+            if self._awaited:
+                return None
+            self._counters.refused += 1
+            raise self._explain(error) from None
+        if replica is not None and session_id is not None:
+            self._session_replicas[session_id] = replica.name
+            self._session_replicas.move_to_end(session_id)
+            if len(self._session_replicas) > self._config.max_sessions:
+                self._session_replicas.popitem(last=False)
+        return replica
+
+    def _explain(self, error: NotReadyError) -> VerlServerError:
+        """The error for a request that no replica can take, with the state of each replica if none is admitted.
+
+        It is not retryable when every replica has failed.
+        """
+        statuses = self._unavailable.values()
+        if self._index.num_replicas:
+            return error
+        if not statuses:
+            problems = [f"{name}: {each.problem:.400}" for name, each in self.replicas.items() if each.problem]
+            return NotReadyError("; ".join([error.message, *problems[:MAX_REASONS]]))
+        if not self.replicas and all(status.failure is not None for status in statuses):
+            failure = max(statuses, key=lambda status: status.name).failure
+            assert failure is not None
+            return ServerDiedError(
+                "no replica serves requests: every replica has failed and is not started again. Correct the cause, "
+                f"then create a new fleet. {failure['message']}",
+                **failure["details"],
+            )
+        named = heapq.nsmallest(MAX_REASONS, statuses, key=lambda status: status.name)
+        reasons = [f"{status.name} {status.reason}" for status in named]
+        if len(statuses) > len(named):
+            reasons.append(f"and {len(statuses) - len(named)} more replicas")
+        return NotReadyError(f"{error.message}: {'; '.join(reasons)}")
 
     def _start(self, replica: RoutedReplica, request: RoutingRequest) -> Slot:
         slot = Slot(replica, request.prompt_tokens, request.is_isolated)
         self._limit.running += 1
         self._isolated_requests += request.is_isolated
-        self._table.update_load(replica, slot.tokens)
+        self._index.update_load(replica, slot.tokens)
         return slot
 
     def _serve_queues(self, weight_version: int | None = None) -> None:
@@ -433,14 +371,14 @@ class ReplicaPool:
         added_tokens = slot.set_tokens(tokens)
         was_probed = replica.errors.trust is Trust.PROBED
         replica.errors.record_progress(slot.period)
-        self._table.update_load(replica, added_tokens)
+        self._index.update_load(replica, added_tokens)
         if was_probed:
             self._serve_queues()
 
     def record_finish(self, slot: Slot) -> None:
         """Record that a request has finished without an error of its replica."""
         slot.replica.errors.record_finish(slot.period)
-        self._table.refresh(slot.replica)
+        self._refresh(slot.replica)
 
     def record_error(self, slot: Slot) -> None:
         """Record that a request has failed because of its replica. After several errors in a row it is suspect."""
@@ -454,10 +392,10 @@ class ReplicaPool:
             probe_delay_s,
         )
         asyncio.get_running_loop().call_later(probe_delay_s, self._begin_probe, replica, errors.period)
-        self._table.refresh(replica)
+        self._refresh(replica)
         self._serve_queues()
 
     def _begin_probe(self, replica: RoutedReplica, period: int) -> None:
         replica.errors.begin_probe(period)
-        self._table.refresh(replica)
+        self._refresh(replica)
         self._serve_queues()

@@ -34,6 +34,11 @@ from verl_server.server.server_main import explain_other_version
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """Environment variable with the GPUs that a process sees, by number or UUID. Not set: all GPUs of the machine."""
+DEVICES_SUFFIX = "_VISIBLE_DEVICES"
+"""How the names of such variables end, for any kind of accelerator."""
+#: Device files of NVIDIA, AMD, Intel, Ascend, Moore Threads and other accelerators. Without any of them, torch need not
+#: be imported to know that there is no accelerator.
+ACCELERATOR_FILES = ("nvidia*", "kfd", "dri/render*", "davinci*", "mtgpu*", "accel/*", "dxg")
 MIG_PREFIX = "MIG-"
 """How the names of MIG devices begin: parts of a GPU that NVIDIA's driver shows as devices."""
 
@@ -94,6 +99,19 @@ def gpus_needed(server_args: Mapping[str, Any], ranks_on_machine: int) -> int:
     """Number of GPUs that a server with these SGLang arguments must see to have `ranks_on_machine` TP ranks there."""
     first, step = (int(server_args.get(name) or default) for name, default in (("base_gpu_id", 0), ("gpu_id_step", 1)))
     return first + step * (ranks_on_machine - 1) + 1
+
+
+def may_have_accelerator(environment: Mapping[str, str]) -> bool:
+    """Whether a server with this `environment` may use an accelerator. Imports torch only if there are device files."""
+    if not any(True for pattern in ACCELERATOR_FILES for _ in Path("/dev").glob(pattern)):
+        return False
+    if any(environment.get(name) != os.environ.get(name) for name in environment if name.endswith(DEVICES_SUFFIX)):
+        return True  # the server sees other devices than this process
+    import torch
+
+    if getattr(torch.version, "musa", None) is not None or torch.cuda.device_count() > 0:  # starts no CUDA context
+        return True
+    return bool(torch.accelerator.is_available())
 
 
 def require_gpus(needed: int, visible: str | None, num_gpus: int) -> None:
@@ -201,7 +219,7 @@ class EngineProfile:
     """Begin of the titles of the engine's worker processes. The server ends when one of them ends."""
     forked_module: str | None = None
     """Python module through which a forkserver imports the engine and runs its servers (`ForkedEngine` in
-    `forkserver/forkserver_main.py`). None: servers of the engine are never forked."""
+    `forkserver_main.py`). None: servers of the engine are never forked."""
     installation: str = ""
     """What to do where the environment of this process does not have the engine, for an error."""
     wrong_environment: str = ""
@@ -213,7 +231,7 @@ class EngineProfile:
 
 
 # -- Report -----------------------------------------------------------------------------------------
-# What another interpreter has, found by `probe.py`, which runs in that interpreter.
+# What another interpreter has, found by `interpreter_probe.py`, which runs in that interpreter.
 
 PROBE = Path(__file__).with_name("interpreter_probe.py")
 #: Seconds within which an interpreter answers. It needs a fraction of a second; a cold disk needs longer.
@@ -252,23 +270,10 @@ def interpreter_path(setting: Path | str) -> str:
     Raises BadInputError for a path that is no executable file.
     """
     path = os.path.abspath(os.path.expanduser(setting))
-    if os.path.isdir(path):
-        inner = os.path.join(path, "bin", "python")
+    if not os.path.isfile(path) or not os.access(path, os.X_OK):
         raise BadInputError(
-            f"server_python {path} is a folder; pass the interpreter of the environment, {inner}"
-            + ("" if os.path.exists(inner) else ". There is no such file: create the environment first"),
-            argument="server_python",
-        )
-    if not os.path.exists(path):
-        what = "is a link to a file that does not exist" if os.path.islink(path) else "does not exist"
-        raise BadInputError(
-            f"server_python {path} {what}; pass the path of a Python interpreter on the machine of the server, for "
-            "example /opt/sglang/bin/python",
-            argument="server_python",
-        )
-    if not os.access(path, os.X_OK):
-        raise BadInputError(
-            f"server_python {path} is not executable; pass the path of a Python interpreter, or run chmod +x {path}",
+            f"server_python {path} is no executable file; pass the path of a Python interpreter on the machine of the "
+            "server, for example /opt/sglang/bin/python",
             argument="server_python",
         )
     return path
@@ -309,7 +314,13 @@ def read_report(
             argument="server_python",
         )
     python = tuple(values["python"])
-    require_python(path, python)
+    if python < MINIMUM_PYTHON:
+        shown, minimum = (".".join(map(str, numbers)) for numbers in (python, MINIMUM_PYTHON))
+        raise BadInputError(
+            f"server_python {path} is Python {shown}, but verl_server needs Python {minimum} or newer; pass the "
+            "interpreter of an environment with a newer Python",
+            argument="server_python",
+        )
     return InterpreterReport(
         python=python,
         folders={name: next(iter(found), None) for name, found in values["folders"].items()},
@@ -317,17 +328,6 @@ def read_report(
         plugins=values["plugins"],
         requirements=values["requirements"],
     )
-
-
-def require_python(path: str, version: tuple[int, ...]) -> None:
-    """Raise BadInputError for a version of Python below `MINIMUM_PYTHON`."""
-    if version < MINIMUM_PYTHON:
-        shown, minimum = (".".join(map(str, numbers)) for numbers in (version, MINIMUM_PYTHON))
-        raise BadInputError(
-            f"server_python {path} is Python {shown}, but verl_server needs Python {minimum} or newer; pass the "
-            "interpreter of an environment with a newer Python",
-            argument="server_python",
-        )
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int, str, str]:
@@ -528,8 +528,8 @@ def no_proxy_environment(host: str) -> dict[str, str]:
 # -- Server python ----------------------------------------------------------------------------------
 # The Python interpreter of a server, which can be another one than the trainer's, with other packages.
 #
-# The other environment needs the engine. It need not have this package: `environment.py` brings it there. If it has
-# this package, its version must be that of the trainer.
+# The other environment needs the engine. It need not have this package, which `make_package_folder` brings there. If it
+# has this package, its version must be that of the trainer.
 
 #: Variables of the trainer's environment that would lead another interpreter to the trainer's packages.
 TRAINER_VARIABLES = (
@@ -625,7 +625,7 @@ def require_packages(path: str, report: InterpreterReport, profile: EngineProfil
 def _require_engine_here(env: Mapping[str, str], profile: EngineProfile) -> None:
     """Raise StartupError if this process's environment does not have the engine. `env` can bring it to the server."""
     specs = {module: importlib.util.find_spec(module) for module in profile.modules}
-    missing = [module for module, spec in specs.items() if spec is None or spec.origin is None]  # as in `probe.py`
+    missing = [module for module, spec in specs.items() if spec is None or spec.origin is None]  # as in the probe
     if missing and "PYTHONPATH" not in env:
         raise StartupError(
             f"{profile.name} is not installed in the environment of {sys.executable} (no package "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import logging
+import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,13 @@ from typing import Any
 
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError, StartupError
-from verl_server.server.environment import ANSWER_TIMEOUT_S, EngineProfile, ServerPython, find_server_python
-from verl_server.server.forkserver.forkserver import warden_factory
+from verl_server.server.environment import (
+    ANSWER_TIMEOUT_S,
+    EngineProfile,
+    ServerPython,
+    find_server_python,
+    may_have_accelerator,
+)
 from verl_server.server.process import AbortCheck, ServerProcess, WardenFactory, never_abort, spawn_warden
 from verl_server.validation import is_whole_number, make_writable_folder
 
@@ -160,7 +166,9 @@ def launch_server(
         config = replace(config, log_dir=make_writable_folder("log_dir", config.log_dir))
     python = find_server_python(config.server_python, env, profile, min(ANSWER_TIMEOUT_S, config.timeouts.start_s))
     start_warden: WardenFactory = spawn_warden
-    if config.use_forkserver:
+    if config.use_forkserver and not may_have_accelerator({**os.environ, **env}):
+        from verl_server.server.forkserver.forkserver import warden_factory
+
         start_warden = warden_factory(profile, env, config.timeouts.start_s / 2, check_abort, python)
     requested_port = server_args.get("port")
     for attempt in range(1, config.max_start_attempts + 1):

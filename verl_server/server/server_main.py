@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import platform
+import secrets
 import signal
 import sys
 import tempfile
@@ -113,6 +114,30 @@ class _OptionsParser(argparse.ArgumentParser):
         return getattr(self.parse_args([action.option_strings[0], *map(str, values)]), field)
 
 
+# -- Process header ---------------------------------------------------------------------------------
+# The header by which each HTTP reply of a server names the process that has answered.
+#
+# An address does not say which server answers: a server that was started again has the address of the one before, and
+# a host name or a load balancer may lead to several servers.
+
+PROCESS_HEADER = "x-verl-server-process"
+
+
+class ProcessHeader:
+    """ASGI class that adds `PROCESS_HEADER` to each reply of `app`. The value is random and belongs to this object."""
+
+    def __init__(self, app: Any) -> None:
+        self._app, self._header = app, (PROCESS_HEADER.encode(), secrets.token_hex(8).encode())
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), self._header]}
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
 # -- Server main ------------------------------------------------------------------------------------
 
 PR_SET_PDEATHSIG = 1
@@ -161,14 +186,12 @@ def serve(server_args: dict[str, Any]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
-    pass
-
     server_args, refusal = parse_arguments(server_args)
     if refusal is None:
         try:
             parsed = ServerArgs(**limit_media_domains(server_args))
         except TypeError as error:
-            refusal = explain_bad_argument(server_args, error)
+            refusal = " ".join(str(error).split())
     if refusal is not None:
         print(REFUSAL + refusal, flush=True)
         sys.exit(EXIT_BAD_ARGUMENT)
@@ -186,7 +209,6 @@ def _add_middlewares(server_args: Mapping[str, Any]) -> None:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
     from verl_server.platforms.scheduler_hooks import SECRETS, EndsWithClient, KeyFilter
-    from verl_server.server.process_header import ProcessHeader
 
     if hasattr(TokenizerManager, "_release_req_states_on_failure"):
         app.add_middleware(EndsWithClient)
@@ -223,13 +245,6 @@ def limit_media_domains(server_args: Mapping[str, Any]) -> dict[str, Any]:
     if not limited.get(MEDIA_DOMAINS) and MEDIA_DOMAINS in inspect.signature(ServerArgs).parameters:
         limited[MEDIA_DOMAINS] = [NO_DOMAIN]
     return limited
-
-
-def explain_bad_argument(server_args: Mapping[str, Any], error: TypeError) -> str:
-    """In one line, why SGLang's `ServerArgs` raised `error` for `server_args`. Imports SGLang."""
-    pass
-
-    return find_refusal(server_args) or " ".join(str(error).split())
 
 
 def make_payload(server_args: Mapping[str, Any]) -> str:

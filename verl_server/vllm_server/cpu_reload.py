@@ -27,7 +27,6 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, get_
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.platforms import current_platform
 
 from verl_server.vllm_server.reload import Unwritten, in_module_order, raw_parameters
 
@@ -60,8 +59,6 @@ class UnknownModuleError(Exception):
 
 def kinds_of(model: nn.Module) -> dict[str, ModuleKind]:
     """The kind of each module by name. Raises UnknownModuleError with the first module that has no known kind."""
-    if not current_platform.is_cpu():
-        raise UnknownModuleError("the worker has an accelerator")
     if find_spec("zentorch") is not None:
         raise UnknownModuleError("zentorch computes with the raw weights, or packs them in another way")
     kinds = {}
@@ -409,7 +406,7 @@ def freed_memory_is_kept() -> Iterator[None]:
 class FastLoad:
     """Loads updates into a model whose modules are all known.
 
-    Raises `module_kinds.UnknownModuleError` for other models.
+    Raises UnknownModuleError for other models.
     """
 
     def __init__(self, model: Any) -> None:

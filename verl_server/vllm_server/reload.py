@@ -255,7 +255,7 @@ class WeightLoad(Protocol):
 
 
 # -- Layerwise load ---------------------------------------------------------------------------------
-# A load with vLLM's own layerwise reload, which knows every model. Faults on a CPU are in `this file`.
+# A load with vLLM's own layerwise reload, which knows every model.
 
 
 class LayerwiseLoad:

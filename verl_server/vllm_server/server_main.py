@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, read_arguments
 from verl_server.types import parse_weight_version
-from verl_server.vllm_server import start
 from verl_server.vllm_server.start import (
     find_argument_refusal,
     find_version_refusal,
@@ -27,14 +26,15 @@ from verl_server.vllm_server.start import (
 REFUSAL = "vLLM refuses the server arguments: "
 
 
-def main() -> None:
+def main(**own_args: Any) -> None:
+    """Run the server. `own_args`: further options of vLLM's command line, of a server that was forked."""
     server_args = read_arguments()
     keys = (server_args.pop("api_key"), server_args.pop("admin_api_key"))
     weight_version = parse_weight_version(server_args.pop("weight_version", None))
     os.environ.update(server_variables(server_args, os.environ))
     if (refusal := find_version_refusal()) is not None:
         _refuse(refusal)
-    serve(server_args, *keys, weight_version)
+    serve({**server_args, **own_args}, *keys, weight_version)
 
 
 def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_version: int) -> None:
@@ -49,8 +49,6 @@ def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_
     from verl_server.vllm_server.wire.app import set_facts
     from verl_server.vllm_server.wire.state import ServerFacts
 
-    if start.is_forking():
-        server_args = {**server_args, "worker_cls": start.WORKER_CLASS}
     set_keys(api_key, admin_api_key)
     set_facts(ServerFacts(dict(server_args), weight_version))
     register()

@@ -17,7 +17,7 @@ import json
 import mmap
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from vllm.platforms import current_platform
 from verl_server.platforms.server_report import PARAMETER_DTYPES, report_dtypes
 from verl_server.types import Json
 from verl_server.vllm_server import register
-from verl_server.vllm_server.cpu_reload import FastLoad, UnknownModuleError
 from verl_server.vllm_server.reload import LayerwiseLoad, NamedTensors, PartialModuleError, Rehearsal, WeightLoad
 from verl_server.weights.arena import Report
 from verl_server.weights.loader import MAX_COPIED_BYTES, MAX_ERROR_CHARACTERS, MAX_UNREAD_NAMES, MAX_UNWRITTEN_NAMES
@@ -238,7 +237,12 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
 
 
 def choose_weight_load(model: Any, model_config: Any) -> WeightLoad:
-    """The fast load if it knows all modules of the model, otherwise vLLM's own reload. The choice is logged."""
+    """The fast load on a CPU that knows all modules of the model, otherwise vLLM's own reload. The choice is logged."""
+    if not current_platform.is_cpu():
+        logger.info("weight updates use vLLM's layerwise reload")
+        return LayerwiseLoad(model, model_config)
+    from verl_server.vllm_server.cpu_reload import FastLoad, UnknownModuleError
+
     try:
         load = FastLoad(model)
     except UnknownModuleError as error:
@@ -254,10 +258,8 @@ def choose_weight_load(model: Any, model_config: Any) -> WeightLoad:
 # -- Worker extension -------------------------------------------------------------------------------
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-MADV_DONTNEED = 4
 TRIED_LORA_ID = 2**31 - 1
 """vLLM's id of an adapter that is loaded as a trial. Ids of other adapters count from 1."""
-_libc = ctypes.CDLL(None, use_errno=True)
 
 if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # torch reads it when it is imported; a forked worker has done so
     torch._dynamo.config.disable = True
@@ -388,31 +390,37 @@ def _release(worker: Any, tags: set[str]) -> None:
             worker.verl_server_released = released | tags  # also if it raises, which it may do after the release
             worker.sleep(level=2)  # its level 1 would keep the weights in host memory
         return
+    from verl_server.platforms.memory import drop
+
     if WEIGHTS in tags - released:
         for module in worker.model_runner.model.modules():
             if hasattr(module, "cpu_linear"):
                 module.cpu_linear = None  # holds a packed copy of the weight
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None  # may hold packed copies of the experts
-        _drop(worker.model_runner.model.parameters())
-    if KV_CACHE in tags - released:
-        _drop(worker.model_runner.kv_caches)
+    drop(_regions(worker, tags - released))
     worker.verl_server_released = released | tags
     gc.collect()
-    _libc.malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resume(worker: Any, tags: set[str]) -> None:
     released = _released(worker)
     if not _is_cpu(tags):
         worker.wake_up(sorted(tags))  # can be called again when memory was missing
-        worker.verl_server_released = released - tags
-        return
-    if WEIGHTS in tags & released:
-        _touch(worker.model_runner.model.parameters())
-    if KV_CACHE in tags & released:
-        _touch(worker.model_runner.kv_caches)
+    else:
+        from verl_server.platforms.memory import allocate_again
+
+        allocate_again(_regions(worker, tags & released))
     worker.verl_server_released = released - tags
+
+
+def _regions(worker: Any, tags: set[str]) -> list[Any]:
+    """The memory of a worker on a CPU."""
+    from verl_server.platforms.memory import storage_regions
+
+    weights = worker.model_runner.model.parameters() if WEIGHTS in tags else ()
+    return storage_regions([*weights, *(worker.model_runner.kv_caches if KV_CACHE in tags else ())])
 
 
 def _is_cpu(tags: set[str]) -> bool:
@@ -425,28 +433,3 @@ def _is_cpu(tags: set[str]) -> bool:
 def _resident() -> int:
     """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * mmap.PAGESIZE
-
-
-def _pages(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Address and length of the whole pages of the tensors' memory."""
-    ranges = set()
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-        if stop > start:
-            ranges.add((start, stop - start))
-    return sorted(ranges)
-
-
-def _drop(tensors: Iterable[torch.Tensor]) -> None:
-    """Give the pages back. The memory stays mapped and reads as zeros."""
-    for address, length in _pages(tensors):
-        if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), MADV_DONTNEED) != 0:
-            raise OSError(ctypes.get_errno(), f"madvise: {os.strerror(ctypes.get_errno())}")
-
-
-def _touch(tensors: Iterable[torch.Tensor]) -> None:
-    """Write zeros to all pages."""
-    for address, length in _pages(tensors):
-        ctypes.memset(address, 0, length)

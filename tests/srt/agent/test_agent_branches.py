@@ -15,6 +15,7 @@ from agent_helpers import add, return_long_text
 from helpers import QWEN, chat_tokenizer
 from PIL import Image
 from transformers import AutoProcessor
+from vision_models import make_vision_model
 
 from verl_server import BadInputError, ServerError
 from verl_server.agent import (
@@ -27,7 +28,6 @@ from verl_server.agent import (
     Segment,
     Task,
 )
-from verl_server.tiny import make_vision_model
 from verl_server.trajectory import (
     ChatRenderer,
     ForkReason,

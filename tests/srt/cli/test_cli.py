@@ -24,9 +24,8 @@ from verl_server.cli.arguments import (
     REPLICA_API_KEY,
     read_server_args,
 )
-from verl_server.config import EngineKind
+from verl_server.config import FORKSERVER_FOLDER, EngineKind
 from verl_server.errors import BadInputError
-from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE
 
 #: Programs inherit ignored signals: those of a test run that is in the background, or under nohup.
 DEFAULT_SIGNALS = ["env", "--default-signal=INT,HUP"]
@@ -35,7 +34,7 @@ KEYS = {API_KEY: "the-users-key", ADMIN_API_KEY: "the-admins-key"}
 
 
 def environment(**changes: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in (*KEYS, FOLDER_VARIABLE)}
+    kept = {name: value for name, value in os.environ.items() if name not in (*KEYS, FORKSERVER_FOLDER)}
     return {**kept, **changes}
 
 
@@ -181,7 +180,7 @@ def test_help_of_a_command(option: str) -> None:
         (["status", "foo"], 2, "is not an HTTP URL"),
         (["status", "http://u:p@h:1"], 2, f"the URL without them, and set {API_KEY} to the router's key"),
         (["router", "--replica", "http://u:p@h:1"], 2, f"and set {REPLICA_API_KEY} to the key of the servers"),
-        (["status", "http://127.0.0.1:1"], 1, "nothing answers at http://127.0.0.1:1"),
+        (["status", "http://127.0.0.1:1"], 1, "the router at http://127.0.0.1:1 cannot be reached"),
         (["doctor", "--dtype", "bf16"], 2, "'bf16' is not one of"),
         (["demo", "--output", "/proc/x"], 2, "output: no file can be created in the folder /proc/x"),
         (["luanch", "Org/Model"], 2, "Did you mean 'launch'?"),

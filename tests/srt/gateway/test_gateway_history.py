@@ -21,12 +21,12 @@ from agent_helpers import ScriptedGenerateFn, call_text
 from helpers import chat_tokenizer
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
+from vision_models import make_vision_model
 
 from verl_server.agent import RolloutLimits
 from verl_server.gateway import Gateway
 from verl_server.gateway.conversation import as_template_call, normalize_messages
 from verl_server.gateway.dialects.base import KnownItems, NoObjectError
-from verl_server.tiny import make_vision_model
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, get_renderer, load_session
 
 TOOLS: list[Any] = [

@@ -24,6 +24,7 @@ import pytest
 from agent_helpers import ScriptedGenerateFn, renderer_with_template
 from PIL import Image
 from transformers import AutoProcessor
+from vision_models import make_vision_model
 
 from verl_server.agent import RolloutLimits
 from verl_server.errors import ServerDiedError
@@ -34,7 +35,7 @@ from verl_server.gateway.dialects.content import ImageCheck, num_pixels
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.turns import Client, Generation, Slots, Turns
 from verl_server.gateway.turn_text.splitting import TurnProgress
-from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer, make_vision_model
+from verl_server.tiny import CHAT_TEMPLATE, make_tokenizer
 from verl_server.trajectory import (
     ChatRenderer,
     ForkReason,

@@ -14,8 +14,8 @@ import pytest
 import torch
 import uvicorn
 
-from verl_server.platforms import PLATFORM_CLASS, activate, memory, scheduler_hooks, seeds
-from verl_server.platforms.limits import pool_tokens
+from verl_server.platforms import PLATFORM_CLASS, activate, cpu_hooks, memory, seeds
+from verl_server.platforms.limits import split_cores
 from verl_server.platforms.scheduler_hooks import EndsWithClient
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")
@@ -49,20 +49,21 @@ def test_importing_the_plugin_imports_neither_torch_nor_sglang() -> None:
         (2, [0, 1], "0|1"),
         (3, [4, 5, 6, 7], "4|5|6"),
         (2, [5], "5|5"),
+        (2, [0, 1, 4, 5], "0,1|4,5"),
     ],
 )
 def test_cores_are_split_between_ranks(ranks: int, cores: list[int], expected: str) -> None:
-    assert scheduler_hooks.split_cores(ranks, cores) == expected
+    assert split_cores(ranks, cores) == expected
 
 
 def test_core_lists_are_parsed_as_sglang_writes_them() -> None:
-    assert scheduler_hooks.parse_cores("0,1,4-6") == {0, 1, 4, 5, 6}
+    assert cpu_hooks.parse_cores("0,1,4-6") == {0, 1, 4, 5, 6}
 
 
 def test_kv_budget_is_bounded_by_length_memory_and_from_below() -> None:
-    assert pool_tokens(2048, bytes_per_token=512, free_bytes=16 << 30) == 16 * 2048
-    assert pool_tokens(131_072, bytes_per_token=131_072, free_bytes=8 << 30) == (1 << 30) // 131_072
-    assert pool_tokens(131_072, bytes_per_token=131_072, free_bytes=1 << 20) == 2048
+    assert memory.pool_tokens(2048, bytes_per_token=512, free_bytes=16 << 30) == 16 * 2048
+    assert memory.pool_tokens(131_072, bytes_per_token=131_072, free_bytes=8 << 30) == (1 << 30) // 131_072
+    assert memory.pool_tokens(131_072, bytes_per_token=131_072, free_bytes=1 << 20) == 2048
 
 
 def _resident_bytes() -> int:
@@ -129,7 +130,7 @@ def test_seeded_draws_follow_the_distribution() -> None:
 def test_only_a_new_program_with_one_thread_forks_workers() -> None:
     script = (
         "import os, sys, threading\n"
-        "from verl_server.platforms.scheduler_hooks import can_fork\n"
+        "from verl_server.platforms.cpu_hooks import can_fork\n"
         "fresh = can_fork()\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "print(fresh, can_fork(), flush=True)\n"

@@ -39,7 +39,6 @@ from verl_server.router import replica as error_history
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http import RouterHttpServer, router_metrics
 from verl_server.router.placement import LoadIndex, VersionRequirement
-from verl_server.router.process.router_main import fetch_replicas
 from verl_server.router.replica_status import ReplicaStatus
 
 REQUEST: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
@@ -638,7 +637,7 @@ def test_a_server_behind_a_path_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert (await adapter.generate("x"))["output_ids"] == [7]
                 assert [event["output_ids"] async for event in adapter.generate_stream("x")] == [[7]]
                 assert (await client.generate(prompt="x"))["output_ids"] == [7]
-                assert await asyncio.to_thread(fetch_replicas, url, "", "") == [{"name": "a"}]
+                assert await client.replicas() == [{"name": "a"}]
                 dispatcher = Dispatcher()
                 dispatcher.pool.add_replica("a", adapter, 0)
                 async with http_router(dispatcher) as router_url, aiohttp.ClientSession() as session:

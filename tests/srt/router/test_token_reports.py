@@ -13,8 +13,7 @@ from test_dispatcher import API_KEY, RecordingServer, http_router, wait_for
 from verl_server import RouterClient
 from verl_server.adapter.blocking import EventLoopThread
 from verl_server.errors import BadInputError, NotReadyError, ServerError
-from verl_server.router.dispatcher import Dispatcher
-from verl_server.router.rollout_router import RolloutRouter
+from verl_server.router.dispatcher import Dispatcher, RolloutRouter
 
 REQUEST: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 30}, "return_logprob": True}
 TOKENS = list(range(2, 32))

@@ -102,7 +102,7 @@ def test_the_gpus_of_a_fleet_are_those_of_its_servers(monkeypatch: pytest.Monkey
     assert count_accelerators({VISIBLE_DEVICES: "0,1"}) is None, "this machine has no GPU"
     device = tmp_path / "nvidia0"
     device.touch()
-    monkeypatch.setattr("verl_server.server.forkserver.forkserver.ACCELERATOR_FILES", [os.path.relpath(device, "/dev")])
+    monkeypatch.setattr("verl_server.server.environment.ACCELERATOR_FILES", [os.path.relpath(device, "/dev")])
     monkeypatch.setenv(VISIBLE_DEVICES, "0")
     assert count_accelerators({VISIBLE_DEVICES: "4,5,6"}) == 3
     assert count_accelerators({VISIBLE_DEVICES: "-1"}) is None

@@ -17,7 +17,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry, get_platform
 
-from verl_server.server.forkserver.forkserver import may_have_accelerator
+from verl_server.server.environment import may_have_accelerator
 
 NAME = "cpu"
 

@@ -33,7 +33,7 @@ from verl_server.integrations.verl.generation import (
 )
 from verl_server.integrations.verl.settings import FleetSpec
 from verl_server.rollout.fleet import Event, ReplicaState
-from verl_server.rollout.launchers.ray_placed_launcher import NodePlace, PlacedLauncher
+from verl_server.rollout.launchers.ray_launcher import NodePlace, PlacedLauncher
 from verl_server.rollout.manager import RolloutManager
 from verl_server.types import Json
 from verl_server.validation import require_key

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_server.errors import BadInputError, NotReadyError, UnsupportedError
 from verl_server.integrations.verl.settings import LORA_NAME, FleetSpec
-from verl_server.router.rollout_router import RolloutRouter
+from verl_server.router.dispatcher import RolloutRouter
 from verl_server.trajectory.rendering.vision import image_data_url
 from verl_server.types import Json
 

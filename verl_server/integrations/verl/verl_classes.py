@@ -24,7 +24,7 @@ from verl_server.errors import UnsupportedError
 from verl_server.integrations.verl.fleet_actor import FleetActor
 from verl_server.integrations.verl.ray_fleet import TrainerEngine, find_fleet, watch
 from verl_server.integrations.verl.settings import FleetSpec, make_fleet_spec, require_supported_version
-from verl_server.rollout.launchers.ray_placed_launcher import NodePlace
+from verl_server.rollout.launchers.ray_launcher import NodePlace
 from verl_server.server.environment import VISIBLE_DEVICES
 
 # -- Replica ----------------------------------------------------------------------------------------

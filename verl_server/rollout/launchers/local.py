@@ -12,8 +12,7 @@ from verl_server.adapter.engine import get_engine
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError
 from verl_server.rollout.modes import ParallelConfig, require_devices
-from verl_server.server.environment import VISIBLE_DEVICES, parse_devices
-from verl_server.server.forkserver.forkserver import may_have_accelerator
+from verl_server.server.environment import VISIBLE_DEVICES, may_have_accelerator, parse_devices
 from verl_server.server.process import AbortCheck
 
 # -- Base -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`RayLauncher`: starts the servers of a fleet on a Ray cluster. `discover`: finds the servers of another job.
+"""`RayLauncher` and `PlacedLauncher`: start the servers of a fleet on a Ray cluster. `discover`: finds those of a job.
 
 A server has one actor on each of its nodes, in a placement group. The actor `verl_server_{i}_{node}` starts the server
 on its node, watches it and ends it. Requests and weights do not go through Ray. The actor of the first node
@@ -8,16 +8,20 @@ ends with the job that created it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl_server.adapter import HttpServerEngineAdapter
+from verl_server.adapter.server_engine import SECRET_ARGUMENTS
 from verl_server.config import AdapterConfig, RemoteServer
-from verl_server.errors import BadInputError, ServerError, StartupError, UnsupportedError
+from verl_server.errors import BadInputError, ServerError, StartupError, UnsupportedError, from_wire
 from verl_server.ranks.placement import machine_id
 from verl_server.rollout.modes import ParallelConfig, require_devices
 from verl_server.server.environment import VISIBLE_DEVICES
@@ -25,27 +29,127 @@ from verl_server.server.process import AbortCheck
 
 try:
     import ray
-    from ray.exceptions import ActorDiedError, RayError
+    from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
     from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise UnsupportedError(
         "starting replicas on a Ray cluster requires the package ray: pip install 'verl-server[ray]'"
     ) from error
 
-from verl_server.rollout.launchers.ray_placed_launcher import ask, attach_head, describe_nodes, start_on_nodes
 from verl_server.rollout.launchers.ray_server import (
     ACTOR_OPTIONS,
     ANSWER_TIMEOUT_S,
     POLL_INTERVAL_S,
+    RayServer,
     ServerActor,
     end_actors,
     first_line,
+    node_arguments,
 )
+from verl_server.types import Json
 from verl_server.validation import check_arguments
 
 logger = logging.getLogger(__name__)
 
+
+# -- Ray start --------------------------------------------------------------------------------------
+# The start of one server on the nodes of its Ray actors.
+
+FIRST_ANSWER_TIMEOUT_S = 120.0
+"""Seconds within which a new actor answers. The link to its node may be cut for a part of them."""
+
+
+def ask(call: Callable[[], Any], timeout_s: float, check_abort: AbortCheck, problem: str) -> Iterator[Any]:
+    """The values of the Ray references that `call` returns. It is called again after each value, and after a silence.
+
+    Raises StartupError after `timeout_s` seconds, or the error of `check_abort`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        references, asked_at = call(), time.monotonic()
+        while time.monotonic() - asked_at < ANSWER_TIMEOUT_S:
+            if time.monotonic() > deadline:
+                raise StartupError(f"{problem} after {timeout_s:g} s")
+            if (reason := check_abort()) is not None:
+                raise reason
+            with contextlib.suppress(GetTimeoutError):
+                yield ray.get(references, timeout=POLL_INTERVAL_S)
+                break
+
+
+def start_with_actors(
+    name: str,
+    new_actors: Iterable[Any],
+    server_args: Mapping[str, Any],
+    config: AdapterConfig,
+    envs: Sequence[Mapping[str, str]],
+    check_abort: AbortCheck,
+    free_resources: Callable[[], None],
+) -> tuple[HttpServerEngineAdapter, set[str]]:
+    """Start the server `name` with one actor on each node. Returns its adapter and the machine ids of the nodes.
+
+    `envs`: variables to add to the environment of the server, for each node. `free_resources` returns the devices to
+    Ray, also if the start fails. Raises StartupError, the error of the first node that has failed, and that of
+    `check_abort`.
+    """
+    actors: list[Any] = []
+    try:
+        for actor in new_actors:
+            actors.append(actor)  # those before an error are ended
+        problem = f"an actor of {name} does not answer"
+        nodes: list[Json] = next(
+            ask(lambda: [each.describe_node.remote() for each in actors], FIRST_ANSWER_TIMEOUT_S, check_abort, problem)
+        )
+        head = _start_on_nodes(name, actors, nodes, server_args, config, envs, check_abort)[0]
+        adapter = HttpServerEngineAdapter.attach(
+            head["base_url"],
+            api_key=head["api_key"],
+            admin_api_key=head["admin_api_key"],
+            config=config,
+            process=RayServer(name, actors, free_resources, head["pid"]),
+        )
+    except BaseException as failure:
+        end_actors(actors, config.timeouts.stop_s)
+        free_resources()
+        if isinstance(failure, RayError):
+            raise StartupError(f"{name} did not start: {first_line(failure)}") from failure
+        raise
+    return adapter, {node["machine"] for node in nodes}
+
+
+def _start_on_nodes(
+    name: str,
+    actors: Sequence[Any],
+    nodes: Sequence[Json],
+    server_args: Mapping[str, Any],
+    config: AdapterConfig,
+    envs: Sequence[Mapping[str, str]],
+    check_abort: AbortCheck,
+) -> list[Json]:
+    """Start the server `name` on all of its nodes at the same time, because the nodes wait for each other.
+
+    `nodes`: what `ServerActor.describe_node` returned. Returns what `ServerActor.start` returned.
+    """
+    keys = {key: server_args.get(key) or secrets.token_urlsafe(32) for key in SECRET_ARGUMENTS}
+    arguments = [
+        (actor, node_arguments({**server_args, **keys}, node, nodes), config, dict(env))
+        for node, (actor, env) in enumerate(zip(actors, envs, strict=True))
+    ]
+    timeout_s, problem = config.timeouts.start_s + ANSWER_TIMEOUT_S, f"{name} was not ready"
+    replies: list[Json]
+    for replies in ask(
+        lambda: [actor.start.remote(*rest) for actor, *rest in arguments], timeout_s, check_abort, problem
+    ):
+        for reply in replies:
+            if "error" in reply:
+                raise from_wire(reply["error"])
+        if all(replies):
+            return replies
+    raise AssertionError("unreachable: `ask` ends with an error")
+
+
+# -- Ray launcher -----------------------------------------------------------------------------------
 
 NAMESPACE = "verl_server"
 ENDING_S = 10.0
@@ -110,24 +214,19 @@ class RayLauncher:
         if self._is_pinned:
             resources[f"node:{ray.util.get_node_ip_address()}"] = 0.001
         group = placement_group([dict(resources) for _ in range(num_nodes)], strategy="STRICT_SPREAD")
-        actors: list[Any] = []
-        try:
+
+        def create_actors() -> Iterator[Any]:
             no_room = f"the cluster has no free resources for {name} ({resources})"
             next(ask(group.ready, config.timeouts.start_s, check_abort, no_room))
             for node in range(num_nodes):
-                actor_name = f"{name}_{node}"
-                actors.append(self._create_actor(actor_name, group, node, resources, config, check_abort))
-            nodes = describe_nodes(name, actors, check_abort)
-            replies = start_on_nodes(name, actors, nodes, server_args, config, [env] * num_nodes, check_abort)
-            adapter = attach_head(name, actors, replies[0], config, lambda: remove_placement_group(group))
-        except BaseException as failure:
-            end_actors(actors, config.timeouts.stop_s)
-            remove_placement_group(group)
-            if isinstance(failure, RayError):
-                raise StartupError(f"{name} did not start: {first_line(failure)}") from failure
-            raise
+                yield self._create_actor(f"{name}_{node}", group, node, resources, config, check_abort)
+
+        adapter, machines = start_with_actors(
+            name, create_actors(), server_args, config, [env] * num_nodes, check_abort,
+            lambda: remove_placement_group(group),
+        )  # fmt: skip
         with self._lock:
-            self._machines[name] = {node["machine"] for node in nodes}
+            self._machines[name] = machines
         return adapter
 
     def _create_actor(
@@ -227,3 +326,104 @@ def _connect(address: str | None, namespace: str) -> None:
         ) from error
     except ValueError as error:
         raise BadInputError(f"{error}; pass the address as HOST:PORT") from error
+
+
+# -- Placed launcher --------------------------------------------------------------------------------
+# The owner of the fleet chooses the places, for example those of the trainer ranks that share their GPUs with the
+# server. No Ray resources are reserved: the actors of the owner have them already.
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """Where the part of a server runs that belongs to one node."""
+
+    node_id: str
+    """Ray's id of the node."""
+    devices: tuple[str, ...] = ()
+    """GPUs as `CUDA_VISIBLE_DEVICES` names them. Empty: the server runs on the CPU."""
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables of the server."""
+        return {VISIBLE_DEVICES: ",".join(self.devices)} if self.devices else {}
+
+
+class PlacedLauncher:
+    """Starts each server at the place that `assign` has given to its replica.
+
+    A server on one node, which is the node of this process, is a process tree of this process. Other servers have one
+    Ray actor on each of their nodes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._places: dict[str, Sequence[NodePlace]] = {}
+        self._machines: dict[str, set[str]] = {}
+        """Machine ids of the nodes of each replica whose server has been started."""
+        self._node_id: str = ray.get_runtime_context().get_node_id()
+
+    def assign(self, name: str, places: Sequence[NodePlace]) -> None:
+        """Start the servers of the replica `name` at `places`, one for each node of the server."""
+        with self._lock:
+            self._places[name] = list(places)
+
+    def reserve(self, parallel_config: ParallelConfig, replicas: int, env: Mapping[str, str]) -> None:
+        """Does nothing: the places are given by `assign`."""
+
+    def start_server(
+        self,
+        name: str,
+        server_args: Mapping[str, Any],
+        config: AdapterConfig,
+        env: Mapping[str, str],
+        check_abort: AbortCheck,
+    ) -> HttpServerEngineAdapter:
+        places = self._places[name]
+        if [place.node_id for place in places] == [self._node_id]:
+            args = {**server_args, "host": server_args.get("host") or self._host()}
+            adapter = HttpServerEngineAdapter(
+                config=config, env={**env, **places[0].env}, check_abort=check_abort, **args
+            )
+            machines = {machine_id()}
+        else:
+            create = ray.remote(ServerActor).options
+            actors = [
+                create(
+                    num_cpus=0,
+                    **ACTOR_OPTIONS,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
+                ).remote()
+                for place in places
+            ]
+            envs = [{**env, **place.env} for place in places]
+            adapter, machines = start_with_actors(name, actors, server_args, config, envs, check_abort, lambda: None)
+        with self._lock:
+            self._machines[name] = machines
+        return adapter
+
+    def _host(self) -> str:
+        """The loopback address if the cluster has one node; otherwise the address that other nodes reach."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        return "127.0.0.1" if len(nodes) == 1 else str(ray.util.get_node_ip_address())
+
+    def forget_replica(self, name: str) -> None:
+        with self._lock:
+            self._places.pop(name, None)
+            self._machines.pop(name, None)
+
+    @property
+    def machines(self) -> frozenset[str]:
+        """Machine ids of all nodes on which servers were started."""
+        with self._lock:
+            return frozenset[str]().union(*self._machines.values())
+
+    def pin_to_local_machine(self) -> bool:
+        """Whether all servers run on this machine. Their places do not change, so later servers do, too."""
+        return self.machines == {machine_id()}
+
+    @property
+    def trainer_host(self) -> str:
+        return "127.0.0.1" if self.pin_to_local_machine() else str(ray.util.get_node_ip_address())
+
+    def close(self) -> None:
+        """Does nothing: the servers belong to their replicas."""

@@ -13,10 +13,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from verl_server.adapter.engine import get_engine
-from verl_server.config import AdapterConfig
+from verl_server.config import AdapterConfig, shares_forkservers
 from verl_server.errors import ServerDiedError, ShutDownError, VerlServerError, to_wire
 from verl_server.ranks.placement import machine_id
-from verl_server.server.forkserver.forkserver_main import shares_forkservers
 from verl_server.server.launch import PortReservation, join_host_port
 from verl_server.server.process import ExitNotifier, ExitStatus, SchedulerCpu, ServerPids
 from verl_server.types import Json

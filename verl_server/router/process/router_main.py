@@ -15,16 +15,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import orjson
-import requests
 import uvloop
 from aiohttp import web
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.config import AdapterConfig, RemoteServer, RouterConfig
-from verl_server.errors import BadInputError, ServerDiedError, ServerError
+from verl_server.errors import BadInputError, ServerDiedError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http import RouterHttpServer
 from verl_server.router.process.static_replicas import StaticReplicas
@@ -35,50 +34,6 @@ from verl_server.tracing import collect_garbage_rarely
 from verl_server.types import Json
 
 logger = logging.getLogger(__name__)
-
-
-# -- Fetch replicas ---------------------------------------------------------------------------------
-# The requests of `verl-server status` to a router.
-
-TIMEOUT_S = 10.0
-
-
-def is_paused(url: str) -> bool:
-    """Whether all requests wait in a router that answers. False also if `/health` does not say so."""
-    try:
-        with requests.Session() as session:
-            session.trust_env = False
-            return session.get(f"{url}/health", timeout=TIMEOUT_S).json().get("paused") is True
-    except (requests.RequestException, AttributeError):
-        return False
-
-
-def fetch_replicas(url: str, api_key: str, key_hint: str) -> list[dict[str, Any]]:
-    """The rows of a router's `/replicas`. Raises ServerError; `key_hint` says what to do when the key is refused.
-
-    Ignores proxy variables, as the other clients do.
-    """
-    try:
-        with requests.Session() as session:
-            session.trust_env = False
-            headers = {"Authorization": f"Bearer {api_key}"}
-            response = session.get(f"{url}/replicas", headers=headers, timeout=TIMEOUT_S)
-    except requests.ConnectionError as error:
-        raise ServerError(f"nothing answers at {url}; check the URL and that the router runs", url=url) from error
-    except requests.RequestException as error:
-        raise ServerError(f"the request to {url} failed: {error}", url=url) from error
-    if response.status_code == 401:
-        raise ServerError(f"the router at {url} refused the key (401); {key_hint}", url=url)
-    if response.status_code == 404:
-        raise ServerError(f"{url} is not a router (404 for /replicas); pass the URL that `verl-server router` printed")
-    if response.status_code != 200:
-        raise ServerError(f"the router at {url} replied with status {response.status_code}: {response.text[:200]}")
-    try:
-        rows: list[dict[str, Any]] = response.json()
-    except requests.JSONDecodeError as error:
-        message = f"{url} is not a router (/replicas is not JSON); pass the URL that `verl-server router` printed"
-        raise ServerError(message, url=url) from error
-    return rows
 
 
 # -- Pipe replicas ----------------------------------------------------------------------------------
@@ -216,19 +171,13 @@ class PipeReplicas:
 
 def encode_status(status: ReplicaStatus) -> Json:
     """A status as JSON, with the server's URL and API key instead of its adapter. A removed replica has no server."""
+    fields = {name: value for name, value in vars(status).items() if name != "adapter"}
     adapter = None if status.removed else status.adapter
     return {
-        "name": status.name,
+        **fields,
         "url": None if adapter is None else adapter.base_url,
         "api_key": None if adapter is None else adapter.api_key,
-        "weight_version": status.weight_version,
-        "admitted": status.admitted,
-        "suspect": status.suspect,
-        "will_serve": status.will_serve,
-        "removed": status.removed,
-        "reason": status.reason,
         "failure": None if status.failure is None else _shorten_log_tail(status.failure),
-        "dp_size": status.dp_size,
     }
 
 

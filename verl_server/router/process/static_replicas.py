@@ -9,6 +9,7 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.adapter.sglang.replies import num_data_parallel_ranks
@@ -20,6 +21,7 @@ from verl_server.router.request_checks import is_out_of_files
 from verl_server.router.rl_wire.calls import AwaitedError
 from verl_server.router.rl_wire.control import ReplicaControl, WeightRecord
 from verl_server.types import Json, parse_weight_version
+from verl_server.validation import checked_value
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,23 @@ ServerCheck = Callable[[str, Json, float], Awaitable[None]]
 """Gets the name of a server, SGLang's `/model_info` of it, and the time since which the server has answered each probe
 (`time.monotonic`). A server that was started again has another time."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass
+class _Probed:
+    """What is known of one server. Times are those of `time.monotonic`."""
+
+    server: RemoteServer
+    adapter: AsyncHttpServerEngineAdapter
+    probe: asyncio.Task[None]
+    answering_since: float | None = None
+    """Time since which it has answered each probe. None: it has not answered the last one."""
+    answered_at: float = 0.0
+    """Time of its last answer."""
+    awaited_at: float = 0.0
+    """Time of the last probe that has admitted it, or has raised AwaitedError."""
+    odd_info: str = ""
+    """Why its `/server_info` cannot be used. It is logged once."""
 
 
 class ProbedServers:
@@ -64,17 +83,9 @@ class ProbedServers:
         """
         self._dispatcher, self._check, self._describe = dispatcher, check, describe
         self._weights, self._checks_weights = weights or WeightRecord(), weights is None
-        self._servers: dict[str, RemoteServer] = {}
-        self._adapters: dict[str, AsyncHttpServerEngineAdapter] = {}
-        self._probes: dict[str, asyncio.Task[None]] = {}
-        self._answering_since: dict[str, float] = {}
-        """Time since which each server has answered each probe."""
-        self._answered_at: dict[str, float] = {}
-        """Time of each server's last answer (`time.monotonic`)."""
-        self._awaited_at: dict[str, float] = {}
-        """Time of the last probe of each server that has admitted it, or has raised AwaitedError."""
-        self._odd_infos: dict[str, str] = {}
-        """Why the `/server_info` of a server cannot be used, by name. It is logged once."""
+        self._probed: dict[str, _Probed] = {}
+        self.adapters: dict[str, AsyncHttpServerEngineAdapter] = {}
+        """The adapters of the servers, by name."""
         self._addresses: dict[str, str] = {}
         """For each server process, by its id: the name of the server that receives its requests."""
         self.infos: dict[str, Json] = {}
@@ -82,52 +93,44 @@ class ProbedServers:
         self.problems: dict[str, str] = {}
         """Why a server receives no requests, by name. The first reason is logged, and further ones if it answers."""
 
-    @property
-    def adapters(self) -> Mapping[str, AsyncHttpServerEngineAdapter]:
-        """The adapters of the servers, by name."""
-        return self._adapters
-
     async def set_servers(self, servers: Mapping[str, RemoteServer]) -> None:
         """Bring the replicas to `servers`, by name. New servers are probed once, and then repeatedly.
 
         Raises BadInputError, and changes nothing, for a value that is no `RemoteServer`.
         """
-        _require_servers(servers)
-        for name in [name for name, server in self._servers.items() if servers.get(name) != server]:
+        for name, server in checked_value("the servers by name", servers, Mapping[str, RemoteServer]).items():
+            if name in self._probed and self._probed[name].server != server:
+                await self._remove(name)
+        for name in self._probed.keys() - servers.keys():
             await self._remove(name)
-        added = [name for name in servers if name not in self._servers]
         config = AdapterConfig(Timeouts(connect_s=CONNECT_TIMEOUT_S), max_retries=0)
         first_probes = list[asyncio.Event]()
-        for name in added:
+        for name in [name for name in servers if name not in self._probed]:
             server = servers[name]
-            self._adapters[name] = AsyncHttpServerEngineAdapter.attach(
+            adapter = AsyncHttpServerEngineAdapter.attach(
                 server.base_url, api_key=server.api_key, admin_api_key=server.admin_api_key, config=config
             )
-            self._adapters[name].connection.http.on_restart = functools.partial(self._note_restart, name)
-            self._dispatcher.pool.add_replica(name, self._adapters[name], 0, admitted=False)
+            adapter.connection.http.on_restart = functools.partial(self._note_restart, adapter)
+            self._dispatcher.pool.add_replica(name, adapter, 0, admitted=False)
             first_probes.append(asyncio.Event())
-            self._probes[name] = asyncio.create_task(self._keep_probing(name, first_probes[-1]))
-            self._servers[name] = server  # a server without a probe would never be probed
+            probe = asyncio.create_task(self._keep_probing(name, first_probes[-1]))
+            self._probed[name], self.adapters[name] = _Probed(server, adapter, probe), adapter
         await asyncio.gather(*(probe.wait() for probe in first_probes))
 
     async def probe_all(self) -> None:
         """Probe all servers now."""
-        await asyncio.gather(*(self._probe(name) for name in self._servers))
+        await asyncio.gather(*(self._probe(name) for name in self._probed))
 
     async def _remove(self, name: str) -> None:
         """Remove a server. Its running requests continue on other servers."""
-        await _cancel([self._probes.pop(name)])
-        del self._servers[name]
-        self._answering_since.pop(name, None)
-        self._answered_at.pop(name, None)
-        self._awaited_at.pop(name, None)
-        self._odd_infos.pop(name, None)
+        probed = self._probed[name]
+        await _cancel([probed.probe])
+        del self._probed[name], self.adapters[name]
         self.problems.pop(name, None)
         self.infos.pop(name, None)
         self._weights.forget_version(name)
-        adapter = self._adapters.pop(name)
         self._dispatcher.pool.apply_statuses([ReplicaStatus(name, None, 0, False, False, False, removed=True)])
-        await adapter.close_connections()
+        await probed.adapter.close_connections()
 
     async def _keep_probing(self, name: str, first_probe: asyncio.Event) -> None:
         """Probe a server again and again. `first_probe` is set after the first probe."""
@@ -136,26 +139,27 @@ class ProbedServers:
         finally:
             first_probe.set()
         while True:
-            await asyncio.sleep(max(PROBE_INTERVAL_S, len(self._adapters) / MAX_PROBES_PER_S))
+            await asyncio.sleep(max(PROBE_INTERVAL_S, len(self._probed) / MAX_PROBES_PER_S))
             await self._probe(name)
 
     async def _probe(self, name: str) -> None:
         """Ask a server for its weight version. Admit it if it answers."""
-        pool = self._dispatcher.pool
+        pool, probed = self._dispatcher.pool, self._probed[name]
         try:
-            info = await self._ask(name)
-            self._answered_at[name] = time.monotonic()
+            info = await self._ask(probed)
+            probed.answered_at = time.monotonic()
+            probed.answering_since = probed.answering_since or probed.answered_at
             _require_no_preferred_params(info)
             self._require_other_process(name)
             version = parse_weight_version(info.get("weight_version"))
             if self._checks_weights:
                 self._weights.note_version(pool, name, version)
             if self._check is not None:  # first: an update does not end what it finds, for example another tokenizer
-                await self._check(name, info, self._answering_since.setdefault(name, time.monotonic()))
+                await self._check(name, info, probed.answering_since)
             if self._checks_weights:
                 self._weights.require_current(name, version)
             pool.update_replica(name, admitted=True, will_serve=True, weight_version=version)
-            self._awaited_at[name] = time.monotonic()
+            probed.awaited_at = time.monotonic()
             self.problems.pop(name, None)
         except Exception as error:  # noqa: BLE001 - any failure means that no usable server answers at this address
             if is_out_of_files(error):  # this process cannot ask: that says nothing about the server
@@ -166,74 +170,75 @@ class ProbedServers:
                 logger.warning("replica %s receives no requests until it answers: %s", name, problem)
             self.problems[name] = problem
             self.infos.pop(name, None)  # another server may answer at this address later
-            self._adapters[name].connection.forget_server()
+            probed.adapter.connection.forget_server()
             now = time.monotonic()
-            if now - self._answered_at.get(name, 0.0) < RETURN_TIMEOUT_S:
+            if now - probed.answered_at < RETURN_TIMEOUT_S:
                 if isinstance(error, AwaitedError):
-                    self._awaited_at[name] = now
-                will_serve = now - self._awaited_at.get(name, 0.0) < RETURN_TIMEOUT_S
+                    probed.awaited_at = now
+                will_serve = now - probed.awaited_at < RETURN_TIMEOUT_S
                 pool.update_replica(name, admitted=False, will_serve=will_serve)
             else:  # its connections might never be closed: the requests that run there continue elsewhere
                 self._weights.forget_version(name)
-                await self._adapters[name].close_connections()
-                pool.add_replica(name, self._adapters[name], 0, admitted=False, will_serve=False)
+                await probed.adapter.close_connections()
+                pool.add_replica(name, probed.adapter, 0, admitted=False, will_serve=False)
             pool.replicas[name].problem = problem
             return
         if name not in self.infos:
-            await self._ask_info(name)
+            await self._ask_info(name, probed)
 
     def _require_other_process(self, name: str) -> None:
         """Raise BadInputError if requests go already to the server of this address, at another address."""
-        if (process := self._adapters[name].connection.http.process) is None:
+        url, process = self._probed[name].adapter.base_url, self._probed[name].adapter.connection.http.process
+        if process is None:
             return
         first = self._addresses.setdefault(process, name)
-        adapter = self._adapters.get(first)
-        if adapter is None or first in self.problems or adapter.connection.http.process != process:
+        other = self._probed.get(first)
+        if other is None or first in self.problems or other.adapter.connection.http.process != process:
             self._addresses[process] = name
         elif first != name:
-            url = self._adapters[name].base_url
-            raise BadInputError(f"one server answers at {adapter.base_url} and at {url}: list it once")
+            raise BadInputError(f"one server answers at {other.adapter.base_url} and at {url}: list it once")
 
-    def _note_restart(self, name: str) -> bool:
+    @staticmethod
+    def _note_restart(adapter: AsyncHttpServerEngineAdapter) -> bool:
         """Another process answers at the address of a server: the next probe finds out what it serves."""
-        self._adapters[name].connection.note_restart()
+        adapter.connection.note_restart()
         return True
 
-    async def _ask_info(self, name: str) -> None:
+    async def _ask_info(self, name: str, probed: _Probed) -> None:
         """Ask a server for its `/server_info`, and read its model's files before many requests need all open files.
 
         A scheduler that is busy answers after a later probe.
         """
         with contextlib.suppress(VerlServerError, TimeoutError):
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                server_info = await self._adapters[name].get_server_info()
+                server_info = await probed.adapter.get_server_info()
             try:
                 self._dispatcher.pool.update_replica(name, dp_size=num_data_parallel_ranks(server_info))
             except Exception as error:  # noqa: BLE001 - any value may come; the probes of the server must not end
                 problem = f"{type(error).__name__}: {error}"
-                if self._odd_infos.get(name) != problem:
+                if probed.odd_info != problem:
                     logger.warning("the /server_info of replica %s cannot be used: %s", name, problem)
-                self._odd_infos[name] = problem
+                probed.odd_info = problem
             else:
                 self.infos[name] = server_info
                 with contextlib.suppress(Exception):  # a request reads them again, and reports the error
                     async with asyncio.timeout(PROBE_TIMEOUT_S):
-                        await self._adapters[name].connection.get_limits()
+                        await probed.adapter.connection.get_limits()
 
-    async def _ask(self, name: str) -> Json:
+    async def _ask(self, probed: _Probed) -> Json:
         """SGLang's `/model_info` of a server. Raises the errors of the request."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                return await self._adapters[name].get_model_info()
+                return await probed.adapter.get_model_info()
         except BaseException:
-            self._answering_since.pop(name, None)
+            probed.answering_since = None
             raise
 
     async def close(self) -> None:
         """Stop probing and close the connections to the servers. The servers keep running."""
-        await _cancel(list(self._probes.values()))
-        for adapter in self._adapters.values():
-            await adapter.close_connections()
+        await _cancel([probed.probe for probed in self._probed.values()])
+        for probed in self._probed.values():
+            await probed.adapter.close_connections()
 
 
 class StaticReplicas:
@@ -288,16 +293,6 @@ def servers_by_url(servers: Sequence[RemoteServer]) -> dict[str, RemoteServer]:
     if len(by_url) != len(servers):
         raise BadInputError(f"a replica is listed twice: {', '.join(server.base_url for server in servers)}")
     return by_url
-
-
-def _require_servers(servers: object) -> None:
-    """Raise BadInputError unless `servers` are servers by their names."""
-    values = list(servers.values()) if isinstance(servers, Mapping) else [servers]
-    wrong = [type(value).__name__ for value in values if not isinstance(value, RemoteServer)]
-    if wrong or not isinstance(servers, Mapping):
-        got = f"a value of type {wrong[0]}" if wrong else "a RemoteServer without a name"
-        example = 'write {"r0": RemoteServer("http://10.0.0.1:30000")}'
-        raise BadInputError(f"the servers must be a dict of RemoteServer by name, got {got}; {example}")
 
 
 def _describe(error: Exception) -> str:

@@ -14,9 +14,8 @@ from aiohttp import web
 from verl_server.adapter.vllm.replies import NO_LOGPROB
 from verl_server.adapter.vllm.requests import GRAMMARS, MAX_LOGPROBS, RETURNED_ID_PREFIX, SAMPLING_NAMES
 from verl_server.errors import BadInputError
-from verl_server.router.bodies import json_response, parse_object, read_body
 from verl_server.router.dispatcher import Dispatcher, gather_all
-from verl_server.router.request_checks import validate_id
+from verl_server.router.request_checks import json_response, parse_object, read_body, validate_id
 from verl_server.router.resumable_generation import version_spans
 from verl_server.router.rl_wire.models import ServedModel, ServedModels
 from verl_server.types import Json

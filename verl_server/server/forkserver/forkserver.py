@@ -23,14 +23,13 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import IO
 
 from verl_server.config import ENGINE, SERVER_PYTHON
 from verl_server.errors import DeadlineError
-from verl_server.server.environment import EngineProfile, ServerPython, server_environment
+from verl_server.server.environment import EngineProfile, ServerPython, may_have_accelerator, server_environment
 from verl_server.server.forkserver import forkserver_main
-from verl_server.server.forkserver.forkserver_main import FORK, LATE_SUFFIX, MAX_ANSWER_BYTES, READY, InheritedState
+from verl_server.server.forkserver.forkserver_main import FORK, MAX_ANSWER_BYTES, READY, InheritedState
 from verl_server.server.process import AbortCheck, WardenFactory, WardenProcess, raise_open_file_limit, spawn_warden
 from verl_server.server.warden.processes import has_pidfds
 
@@ -284,9 +283,6 @@ def _with_absolute_python_path(environment: Mapping[str, str]) -> dict[str, str]
 
 #: Variables that select another SGLang platform or other SGLang plugins. Their code may not survive a fork.
 PLATFORM_VARIABLES = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE")
-#: Device files of NVIDIA, AMD, Intel, Ascend, Moore Threads and other accelerators. Without any of them, torch need not
-#: be imported to know that there is no accelerator.
-ACCELERATOR_FILES = ("nvidia*", "kfd", "dri/render*", "davinci*", "mtgpu*", "accel/*", "dxg")
 
 
 class SharedForkserver:
@@ -463,16 +459,3 @@ def _can_be_forked(environment: Mapping[str, str]) -> bool:
     if not has_pidfds():
         return False
     return not may_have_accelerator(environment)
-
-
-def may_have_accelerator(environment: Mapping[str, str]) -> bool:
-    """Whether a server with this `environment` may use an accelerator. Imports torch only if there are device files."""
-    if not any(True for pattern in ACCELERATOR_FILES for _ in Path("/dev").glob(pattern)):
-        return False
-    if any(environment.get(name) != os.environ.get(name) for name in environment if name.endswith(LATE_SUFFIX)):
-        return True  # the server sees other devices than this process
-    import torch
-
-    if getattr(torch.version, "musa", None) is not None or torch.cuda.device_count() > 0:  # starts no CUDA context
-        return True
-    return bool(torch.accelerator.is_available())

@@ -39,6 +39,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol, cast
 
+import verl_server
+from verl_server.config import FORKSERVER_FOLDER
 from verl_server.errors import BadInputError
 from verl_server.server.warden import warden
 from verl_server.server.warden.warden import IGNORED_SIGNALS
@@ -309,7 +311,6 @@ if __name__ == "__main__":
 # `VERL_SERVER_FORKSERVER_DIR` names the folder. A forkserver listens at a socket whose name is a hash of everything
 # that its servers inherit. A process that needs the same forkserver connects to it instead of importing SGLang again.
 
-FOLDER_VARIABLE = "VERL_SERVER_FORKSERVER_DIR"
 BACKLOG = 64
 #: Seconds to wait for the kernel's part of a connection, and for another process that looks for the same forkserver.
 CONNECT_TIMEOUT_S = 5.0
@@ -317,26 +318,21 @@ LOCK_TIMEOUT_S = 10.0
 LOCK_POLL_S = 0.02
 
 
-def shares_forkservers() -> bool:
-    """Whether this process shares forkservers with other processes of the user."""
-    return bool(os.environ.get(FOLDER_VARIABLE))
-
-
 def socket_path(name: str) -> Path | None:
     """Path of the socket `name` in the folder of `VERL_SERVER_FORKSERVER_DIR`. None when the variable is not set.
 
     Raises BadInputError for a folder that another user can enter: that user could answer in place of the forkserver.
     """
-    value = os.environ.get(FOLDER_VARIABLE)
+    value = os.environ.get(FORKSERVER_FOLDER)
     if not value:
         return None
     folder = Path(value)
     try:
         status = folder.stat()
     except OSError as error:
-        raise BadInputError(f"{FOLDER_VARIABLE}={value}: {error.strerror}; create the folder first") from None
+        raise BadInputError(f"{FORKSERVER_FOLDER}={value}: {error.strerror}; create the folder first") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise BadInputError(f"{FOLDER_VARIABLE}={value} must be a folder of this user with the mode 0700")
+        raise BadInputError(f"{FORKSERVER_FOLDER}={value} must be a folder of this user with the mode 0700")
     return folder / name
 
 
@@ -398,7 +394,7 @@ LATE_VARIABLES = frozenset({
     "TMPDIR", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST", "PYTHONBREAKPOINT", "SPT_NOENV",
     "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TILELANG_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE",
     "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING", FOLDER_VARIABLE,
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", FORKSERVER_FOLDER,
 })  # fmt: skip
 #: Other late variables: those of Ray, which a server does not import, and those that select devices, for example
 #: CUDA_VISIBLE_DEVICES. A server that can be forked sees no device, whatever their values are.
@@ -437,7 +433,7 @@ class InheritedState:
 
     def fingerprint(self, python: str = sys.executable, engine: str = "") -> str:
         """A hash of the state, of the path of the interpreter, of the engine's module and of this package's folder."""
-        code = (python, engine, str(Path(__file__).parents[2]))
+        code = (python, engine, str(Path(verl_server.__file__).parent))
         text = json.dumps([sorted(self.environment.items()), self.attributes, code])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -31,14 +31,14 @@ def load() -> None:
 
     from sglang.srt.platforms import current_platform
 
-    from verl_server.platforms import scheduler_hooks
+    from verl_server.platforms import cpu_hooks
     from verl_server.platforms.cpu import TorchNativeCpuPlatform
 
     if not isinstance(current_platform, TorchNativeCpuPlatform):
         sys.exit("another SGLang platform than the one for machines without an accelerator is active")
-    if not scheduler_hooks.can_fork():
+    if not cpu_hooks.can_fork():
         sys.exit(f"this process has {len(os.listdir('/proc/self/task'))} threads: it cannot fork servers")
-    scheduler_hooks.allow_forks_to_fork()
+    cpu_hooks.allow_forks_to_fork()
 
 
 def serve() -> None:

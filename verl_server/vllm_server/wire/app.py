@@ -26,7 +26,7 @@ from verl_server.adapter.vllm.requests import (
 )
 from verl_server.errors import BadInputError, NotReadyError, ServerError, UnsupportedError, VerlServerError
 from verl_server.platforms.server_report import PARAMETER_DTYPES, RELEASED_MEMORY
-from verl_server.server.process_header import ProcessHeader
+from verl_server.server.server_main import ProcessHeader
 from verl_server.types import Json
 from verl_server.vllm_server.start import App, KeyMiddleware, Message, Receive, Send
 from verl_server.vllm_server.wire import control, generation

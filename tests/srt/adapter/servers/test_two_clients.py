@@ -20,8 +20,7 @@ from verl_server import HttpServerEngineAdapter, VerlEngine
 from verl_server.adapter.sglang.replies import count_requests
 from verl_server.config import MemoryTag
 from verl_server.errors import BadInputError, NotReadyError, ServerBusyError, ServerError, TornWeightsError
-from verl_server.platforms import memory
-from verl_server.platforms.scheduler_hooks import add_state
+from verl_server.platforms import scheduler_hooks
 from verl_server.platforms.server_report import RELEASED_MEMORY
 
 KV_CACHE = MemoryTag.KV_CACHE.value
@@ -108,20 +107,20 @@ def test_a_release_that_is_prepared_can_be_cancelled(
 
 def test_schedulers_run_no_batch_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks of all platforms, with an object in place of SGLang's scheduler."""
-    monkeypatch.setattr(memory, "without_batch", lambda arguments: ("nothing", arguments["running_batch"]))
+    monkeypatch.setattr(scheduler_hooks, "without_batch", lambda arguments: ("nothing", arguments["running_batch"]))
     updater = SimpleNamespace(offload_tags={"weights", KV_CACHE})
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Linear(1, 1)))
     server_args = SimpleNamespace(enable_dp_attention=False)
     scheduler = SimpleNamespace(weight_updater=updater, server_args=server_args, tp_worker=worker)
     reply = SimpleNamespace(internal_state={})
-    add_state(reply, SimpleNamespace(scheduler=scheduler))
+    scheduler_hooks.add_state(reply, SimpleNamespace(scheduler=scheduler))
     assert reply.internal_state[RELEASED_MEMORY] == [KV_CACHE, "weights"]
 
     def original(_: Any, **kwargs: Any) -> str:
         return "a batch"
 
     def run() -> Any:
-        return memory.hold_requests(original, scheduler, running_batch="running", last_batch=None)
+        return scheduler_hooks.hold_requests(original, scheduler, running_batch="running", last_batch=None)
 
     assert run() == ("nothing", "running")
     scheduler.server_args.enable_dp_attention = True

@@ -31,11 +31,12 @@ from transformers import (
     Idefics3Processor,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from vision_models import VISION_TOKENS, make_vision_model
 from vllm_helpers import needs_vllm
 
 from verl_server import BadInputError, UnsupportedError, VerlEngine
 from verl_server.agent import AgentLoop, Episode, EpisodeStopped, RolloutLimits, RolloutRunner, Task, as_generate_fn
-from verl_server.tiny import make_config, make_tokenizer, make_vision_model
+from verl_server.tiny import SPECIAL_TOKENS, make_config, make_tokenizer
 from verl_server.trajectory import (
     ChatRenderer,
     Recorder,
@@ -453,7 +454,7 @@ def test_sources_of_one_image_are_the_same_image(model: VisionModel, tmp_path: P
 
 
 def test_images_need_a_processor(model: VisionModel, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path, vision=True)
+    tokenizer = make_tokenizer(tmp_path, special_tokens=SPECIAL_TOKENS + VISION_TOKENS)
     policy = ScriptedGenerateFn(tokenizer, lambda _: "x")
 
     async def run(renderer: ChatRenderer) -> None:

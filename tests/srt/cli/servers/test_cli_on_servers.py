@@ -23,7 +23,7 @@ from test_cli import COMMAND, DEFAULT_SIGNALS, KEYS, environment, run
 from verl_server.cli.arguments import (
     API_KEY,
 )
-from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE
+from verl_server.config import FORKSERVER_FOLDER
 from verl_server.server.warden.processes import find_shared_memory, list_descendants
 
 SMALL_SERVER = ["--dtype", "float32", "--max-total-tokens=4096"]
@@ -92,7 +92,7 @@ def test_launch_serves_until_sigterm_and_leaves_nothing(
 
 def test_failed_start_prints_the_end_of_the_servers_log(tmp_path: Path) -> None:
     """The folder holds no model, so SGLang ends during its start. The forkserver of the suite has forked the server."""
-    done = run("launch", str(tmp_path), **KEYS, **{FOLDER_VARIABLE: os.environ[FOLDER_VARIABLE]})
+    done = run("launch", str(tmp_path), **KEYS, **{FORKSERVER_FOLDER: os.environ[FORKSERVER_FOLDER]})
     assert done.returncode == 1
     assert "the server did not start" in done.stderr
     assert "end of the server's log" in done.stderr

@@ -16,6 +16,7 @@ from agent_helpers import RecordingGenerateFn, ScriptedGenerateFn
 from helpers import adapter_of
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
+from vision_models import make_vision_model
 
 from verl_server import AsyncHttpServerEngineAdapter, VerlEngine
 from verl_server.agent import RolloutLimits
@@ -25,7 +26,6 @@ from verl_server.gateway.conversation import AssistantTurn, TurnRequest
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.gateway.sessions.turns import Client, Generation, Turns
 from verl_server.gateway.turn_text.splitting import TurnProgress
-from verl_server.tiny import make_vision_model
 from verl_server.trajectory import ChatRenderer, ForkReason, TrajectoryGraph, get_renderer, image_data_url, load_session
 from verl_server.trajectory.graph import Span
 

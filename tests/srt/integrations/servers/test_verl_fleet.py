@@ -37,9 +37,8 @@ from verl_server.integrations.verl.generation import Generations, make_request, 
 from verl_server.integrations.verl.ray_fleet import RayFleet, RayTarget, TrainerEngine, _watch, find_fleet
 from verl_server.integrations.verl.settings import FleetSpec, OwnSettings
 from verl_server.rollout.fleet import ReplicaState
-from verl_server.router.dispatcher import Dispatcher
+from verl_server.router.dispatcher import Dispatcher, RolloutRouter
 from verl_server.router.replica_status import ReplicaStatus
-from verl_server.router.rollout_router import RolloutRouter
 from verl_server.router.targets import InProcessTarget
 from verl_server.server.forkserver.forkserver import prepare_forkserver
 from verl_server.types import Json
@@ -110,7 +109,7 @@ def actor(nodes: list[str], tiny: Callable[..., Path]) -> Iterator[Any]:
     """The actor of a fleet with one replica on each node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from verl_server.rollout.launchers.ray_placed_launcher import NodePlace
+    from verl_server.rollout.launchers.ray_launcher import NodePlace
 
     with no_new_shared_memory():
         here = NodeAffinitySchedulingStrategy(nodes[0], soft=False)

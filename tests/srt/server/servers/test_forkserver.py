@@ -22,7 +22,7 @@ from forbidden_calls import forbid
 from helpers import GREEDY, MARK, marked_processes, no_new_shared_memory, wait_until
 
 from verl_server import HttpServerEngineAdapter
-from verl_server.config import AdapterConfig
+from verl_server.config import FORKSERVER_FOLDER, AdapterConfig
 from verl_server.errors import BadInputError, ServerDiedError
 from verl_server.server.environment import inherited_environment
 from verl_server.server.forkserver import forkserver as forkserver_module
@@ -35,7 +35,7 @@ from verl_server.server.forkserver.forkserver import (
     SharedForkserver,
     forkserver_pid,
 )
-from verl_server.server.forkserver.forkserver_main import FOLDER_VARIABLE, LATE_VARIABLES, InheritedState, Requests
+from verl_server.server.forkserver.forkserver_main import LATE_VARIABLES, InheritedState, Requests
 from verl_server.server.process import ServerProcess, never_abort
 
 READY_S = 250.0
@@ -44,7 +44,7 @@ READY_S = 250.0
 @pytest.fixture
 def private_forkservers(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that kill and replace forkservers: they do not use the forkserver of the suite."""
-    monkeypatch.delenv(FOLDER_VARIABLE)
+    monkeypatch.delenv(FORKSERVER_FOLDER)
 
 
 def start(tiny: Callable[..., Path], **changed: Any) -> HttpServerEngineAdapter:
@@ -178,7 +178,7 @@ def test_the_forkserver_is_replaced_when_the_environment_changes(monkeypatch: py
     try:
         first = shared.prepare(inherited_environment())
         assert first is not None
-        for name in LATE_VARIABLES - {FOLDER_VARIABLE} | {"RAY_CLIENT_MODE", "CUDA_VISIBLE_DEVICES"}:
+        for name in LATE_VARIABLES - {FORKSERVER_FOLDER} | {"RAY_CLIENT_MODE", "CUDA_VISIBLE_DEVICES"}:
             monkeypatch.setenv(name, "changed")
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -329,7 +329,7 @@ def test_processes_with_the_same_folder_share_a_forkserver() -> None:
 
 def test_a_process_outlives_the_forkserver_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts its own forkserver, at the same socket, when the owner of the shared forkserver has ended."""
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FORKSERVER_FOLDER, str(tmp_path))
     owner, other = SharedForkserver(), SharedForkserver()
     try:
         assert isinstance(owner.prepare(inherited_environment()), OwnForkserver)
@@ -349,7 +349,7 @@ def test_a_process_that_cannot_find_the_shared_forkserver_in_time_spawns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another process, which hangs, holds the lock under which forkservers are found and started."""
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FORKSERVER_FOLDER, str(tmp_path))
     monkeypatch.setattr(forkserver_main, "LOCK_TIMEOUT_S", 0.2)  # to make the test short
     shared, environment = SharedForkserver(), inherited_environment()
     name = InheritedState.of_server(environment).fingerprint(engine=SGLANG_SERVER)
@@ -362,7 +362,7 @@ def test_a_process_that_cannot_find_the_shared_forkserver_in_time_spawns(
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, message in ((tmp_path / "missing", "create the folder first"), (tmp_path, "with the mode 0700")):
         tmp_path.chmod(0o755)
-        monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+        monkeypatch.setenv(FORKSERVER_FOLDER, str(folder))
         with pytest.raises(BadInputError, match=message):
             SharedForkserver().prepare(inherited_environment())
 
