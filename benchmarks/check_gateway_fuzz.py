@@ -48,7 +48,7 @@ class Report:
         return sum(self.statuses.values())
 
     def check(self, request: str, status: int, body: bytes) -> None:
-        """Check one reply. `request`: what was sent, as text; a reply may repeat it (`hypothesis` sends names of files)."""
+        """Check one reply. `request`: what was sent, as text. A reply may repeat it: `hypothesis` sends file names."""
         self.statuses[status] += 1
         if status >= 500 and status not in ALLOWED_FAILURES:
             self.findings.append(f"status {status}: {request[:1500]}: {body[:300]!r}")
