@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from verl_server.server.forkserver.forkserver import forkserver_pids
+from verl_server.cpu.forkserver import forkserver_pids
 from verl_server.server.launch import PortReservation
 from verl_server.server.warden.processes import find_shared_memory, remove_shared_memory
 

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
 from verl_server.config import FORKSERVER_FOLDER
-from verl_server.server.forkserver.forkserver import prepare_forkserver
+from verl_server.cpu.forkserver import prepare_forkserver
 from verl_server.tiny import make_model
 
 #: Seconds of a test without an engine above which it needs the marker `slow`.

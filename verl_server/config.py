@@ -144,7 +144,7 @@ class AdapterConfig:
     router_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of that `sglang-router`."""
     use_forkserver: bool = True
-    """Whether servers may be forked by a forkserver that this process keeps, see `server/forkserver/`. The
+    """Whether servers may be forked by a forkserver that this process keeps, see `cpu/`. The
     second server of a process then starts in about 2 s. False: every server is a new program and no forkserver runs."""
     engine_kind: EngineKind | str | None = None
     """Inference engine of the servers that are started, "sglang" or "vllm". None: the value of the environment variable

@@ -37,10 +37,10 @@ from verl_server.conformance.systems import SystemFactory, remove_processes, tre
 from verl_server.conformance.systems.sglang import SglangSystem, VerlEngineSystem
 from verl_server.conformance.systems.vllm import VllmSystem
 from verl_server.conformance.worker import READY, Models, worker_main
+from verl_server.cpu.forkserver import prepare_forkserver
 from verl_server.doctor import machine
 from verl_server.doctor.engine import installed_version
 from verl_server.errors import BadInputError, ServerError
-from verl_server.server.forkserver.forkserver import prepare_forkserver
 from verl_server.tiny import Architecture, make_model
 from verl_server.types import Json
 from verl_server.validation import did_you_mean, make_writable_folder, require_http_url

@@ -32,9 +32,9 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_server.cpu.forkserver import prepare_forkserver
 from verl_server.demo.settings import SERVER_ENV, Exam, Failure, Outcome, Ready, Report, Settings, StepMetrics
 from verl_server.errors import BadInputError, DeadlineError, PeerError, VerlServerError
-from verl_server.server.forkserver.forkserver import prepare_forkserver
 from verl_server.validation import make_writable_folder
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-PLATFORM_CLASS = "verl_server.platforms.cpu:TorchNativeCpuPlatform"
+PLATFORM_CLASS = "verl_server.cpu.platform:TorchNativeCpuPlatform"
 #: The entry points of `setup.py` that SGLang calls, by group. A server whose environment does not have this package
 #: installed gets them from a folder on its `PYTHONPATH`, see `verl_server/server/environment.py`.
 ENTRY_POINTS = {
@@ -43,9 +43,9 @@ def register_hooks() -> None:
     sides = scheduler_hooks.find_hooked_sides()
     scheduler_hooks.register(*sides, on_cpu=on_cpu)
     if on_cpu:
-        from verl_server.platforms import cpu_hooks
+        from verl_server.cpu import hooks
 
-        cpu_hooks.register(*sides)
+        hooks.register(*sides)
 
 
 def _has_accelerator() -> bool:

@@ -167,7 +167,7 @@ def launch_server(
     python = find_server_python(config.server_python, env, profile, min(ANSWER_TIMEOUT_S, config.timeouts.start_s))
     start_warden: WardenFactory = spawn_warden
     if config.use_forkserver and not may_have_accelerator({**os.environ, **env}):
-        from verl_server.server.forkserver.forkserver import warden_factory
+        from verl_server.cpu.forkserver import warden_factory
 
         start_warden = warden_factory(profile, env, config.timeouts.start_s / 2, check_abort, python)
     requested_port = server_args.get("port")

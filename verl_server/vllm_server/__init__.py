@@ -4,11 +4,8 @@ The modules import vllm, torch, `verl_server/server/` and the parts of `verl_ser
 
 server_main.py    main module of the server process: arguments from a pipe, then vLLM's own API server
 start.py          what is refused before the engine loads, environment variables, command line, keys
-forked_server.py  what a forkserver imports and runs for a vLLM server, and how its processes and threads start
-forked_worker.py  the worker of such a server
 weights.py        the weight transfer engine of each worker, and methods that vLLM adds to its workers
 reload.py         vLLM's own reload of a model, for every model
-cpu_reload.py     one copy and one packing of each module, for models on a CPU whose modules are all known
 """
 
 from __future__ import annotations

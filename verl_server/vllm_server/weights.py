@@ -241,7 +241,7 @@ def choose_weight_load(model: Any, model_config: Any) -> WeightLoad:
     if not current_platform.is_cpu():
         logger.info("weight updates use vLLM's layerwise reload")
         return LayerwiseLoad(model, model_config)
-    from verl_server.vllm_server.cpu_reload import FastLoad, UnknownModuleError
+    from verl_server.cpu.vllm_reload import FastLoad, UnknownModuleError
 
     try:
         load = FastLoad(model)
@@ -390,7 +390,7 @@ def _release(worker: Any, tags: set[str]) -> None:
             worker.verl_server_released = released | tags  # also if it raises, which it may do after the release
             worker.sleep(level=2)  # its level 1 would keep the weights in host memory
         return
-    from verl_server.platforms.memory import drop
+    from verl_server.cpu.memory import drop
 
     if WEIGHTS in tags - released:
         for module in worker.model_runner.model.modules():
@@ -409,7 +409,7 @@ def _resume(worker: Any, tags: set[str]) -> None:
     if not _is_cpu(tags):
         worker.wake_up(sorted(tags))  # can be called again when memory was missing
     else:
-        from verl_server.platforms.memory import allocate_again
+        from verl_server.cpu.memory import allocate_again
 
         allocate_again(_regions(worker, tags & released))
     worker.verl_server_released = released - tags
@@ -417,7 +417,7 @@ def _resume(worker: Any, tags: set[str]) -> None:
 
 def _regions(worker: Any, tags: set[str]) -> list[Any]:
     """The memory of a worker on a CPU."""
-    from verl_server.platforms.memory import storage_regions
+    from verl_server.cpu.memory import storage_regions
 
     weights = worker.model_runner.model.parameters() if WEIGHTS in tags else ()
     return storage_regions([*weights, *(worker.model_runner.kv_caches if KV_CACHE in tags else ())])

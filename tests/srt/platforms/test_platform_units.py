@@ -14,7 +14,8 @@ import pytest
 import torch
 import uvicorn
 
-from verl_server.platforms import PLATFORM_CLASS, activate, cpu_hooks, memory, seeds
+from verl_server.cpu import hooks, memory, seeds
+from verl_server.platforms import PLATFORM_CLASS, activate
 from verl_server.platforms.limits import split_cores
 from verl_server.platforms.scheduler_hooks import EndsWithClient
 
@@ -57,7 +58,7 @@ def test_cores_are_split_between_ranks(ranks: int, cores: list[int], expected: s
 
 
 def test_core_lists_are_parsed_as_sglang_writes_them() -> None:
-    assert cpu_hooks.parse_cores("0,1,4-6") == {0, 1, 4, 5, 6}
+    assert hooks.parse_cores("0,1,4-6") == {0, 1, 4, 5, 6}
 
 
 def test_kv_budget_is_bounded_by_length_memory_and_from_below() -> None:
@@ -130,7 +131,7 @@ def test_seeded_draws_follow_the_distribution() -> None:
 def test_only_a_new_program_with_one_thread_forks_workers() -> None:
     script = (
         "import os, sys, threading\n"
-        "from verl_server.platforms.cpu_hooks import can_fork\n"
+        "from verl_server.cpu.hooks import can_fork\n"
         "fresh = can_fork()\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "print(fresh, can_fork(), flush=True)\n"

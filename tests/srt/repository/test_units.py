@@ -73,6 +73,7 @@ PACKAGES = [
     "demo",
     "doctor",
     "gateway",
+    "cpu",
     "integrations",
     "ray",
     "agent",
@@ -98,6 +99,11 @@ SHARED_MODULES = [
     "garbage_collection",
 ]
 UNRESTRICTED = ["tiny", "__init__", "__main__"]
+#: Files below `cpu/` that import it, each for machines without an accelerator only.
+CPU_SWITCHES = {
+    "integrations/trl/__init__.py", "integrations/verl/plugin.py", "platforms/__init__.py", "server/launch.py",
+    "vllm_server/weights.py",
+}  # fmt: skip
 
 
 def _imports(path: Path) -> set[str]:
@@ -144,7 +150,17 @@ def test_imports_go_one_way() -> None:
         else:
             assert package in SHARED_MODULES, f"{path}: ARCHITECTURE.md does not name this package"
         imported = _imports(path)
+        if str(path.relative_to(PACKAGE)) in CPU_SWITCHES:
+            imported.discard("cpu")
         assert imported <= allowed, f"{path} imports upwards: {imported - allowed}"
+
+
+def test_a_server_with_an_accelerator_imports_nothing_of_the_cpu_folder() -> None:
+    """`cpu/` is imported inside of functions, except by trainers of TRL, which have a public name from it."""
+    for switch in sorted(CPU_SWITCHES - {"integrations/trl/__init__.py"}):
+        body = ast.parse((PACKAGE / switch).read_text()).body
+        imported = {node.module or "" for node in body if isinstance(node, ast.ImportFrom)}
+        assert not any(name.startswith("verl_server.cpu") for name in imported), switch
 
 
 def test_no_import_cycles() -> None:

@@ -823,8 +823,7 @@ def test_a_router_process_survives_a_stop_of_its_parent() -> None:
         "from verl_server import AsyncHttpServerEngineAdapter as A; A.attach('http://127.0.0.1:1')",
         "from verl_server.adapter.blocking import EventLoopThread; EventLoopThread().close()",
         # A later change of the limit would replace the forkserver.
-        "from verl_server.server.forkserver.forkserver import prepare_forkserver\n"
-        "prepare_forkserver({'SGLANG_PLATFORM': 'another'})",
+        "from verl_server.cpu.forkserver import prepare_forkserver\nprepare_forkserver({'SGLANG_PLATFORM': 'another'})",
     ],
 )
 def test_the_limit_of_open_files_is_raised(use: str) -> None:

@@ -230,8 +230,8 @@ def test_processes_that_have_ended_have_no_start_time() -> None:
 
 def test_servers_are_not_forked_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forkserver hands out pidfds of its wardens, so servers are started as new programs."""
+    from verl_server.cpu.forkserver import SharedForkserver
     from verl_server.server.environment import inherited_environment
-    from verl_server.server.forkserver.forkserver import SharedForkserver
 
     assert has_pidfds()
     monkeypatch.delattr(os, "pidfd_open")

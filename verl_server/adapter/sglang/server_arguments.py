@@ -335,7 +335,7 @@ def _config_overrides(server_args: Mapping[str, Any]) -> dict[str, Any]:
 SGLANG = EngineProfile(
     name="SGLang",
     main_module="verl_server.server.server_main",
-    forked_module="verl_server.server.forkserver.sglang_server",
+    forked_module="verl_server.cpu.sglang_server",
     secret_arguments=SECRET_ARGUMENTS,
     ready_paths=(READY.path, HEALTH.path),
     worker_node_ready_paths=(PING.path, HEALTH.path),

@@ -140,7 +140,7 @@ def _rename(server_args: Json, names: Mapping[str, str]) -> Json:
 VLLM = EngineProfile(
     name="vLLM",
     main_module="verl_server.vllm_server.server_main",
-    forked_module="verl_server.vllm_server.forked_server",
+    forked_module="verl_server.cpu.vllm_fork",
     secret_arguments=SECRET_ARGUMENTS,
     ready_paths=(READY.path,),
     worker_node_ready_paths=(READY.path,),

@@ -1,7 +1,6 @@
 """The plugin for verl: `actor_rollout_ref.rollout.name=verl_server` chooses the servers of this library.
 
 plugin.py        entry point `verl.plugins`: registers everything with verl, in each process that imports verl
-cpu_platform.py  verl's platform for machines without an accelerator
 settings.py      settings of one fleet, made from verl's configuration, and supported versions of verl
 fleet_actor.py   the Ray actor that owns the servers of the policy. It imports no verl
 generation.py    verl's requests and replies, in the actor

@@ -49,10 +49,11 @@ def load_replica_class() -> type[Any]:
 def _register_all() -> None:
     from verl.workers.rollout import base
 
-    from verl_server.integrations.verl import cpu_platform, verl_classes
+    from verl_server.cpu import verl_platform
+    from verl_server.integrations.verl import verl_classes
 
     base._ROLLOUT_REGISTRY[ROLLOUT, "async"] = ADAPTER  # verl has no public function for it
-    cpu_platform.register()
+    verl_platform.register()
     verl_classes.register()
 
 

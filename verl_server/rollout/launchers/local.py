@@ -66,7 +66,7 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Starts each server as a process tree on this machine. With accelerators, each replica has its own of them.
 
-    Without accelerators, the servers are forked by this process's forkserver (`server/forkserver/`), so that a
+    Without accelerators, the servers are forked by this process's forkserver (`cpu/`), so that a
     replica starts and restarts in about 2 s.
     """
 

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 
 from verl_server import RolloutManager
 from verl_server.agent import RolloutLimits
+from verl_server.cpu.forkserver import prepare_forkserver
 from verl_server.gateway import Gateway
 from verl_server.rollout.fleet import ReplicaState
-from verl_server.server.forkserver.forkserver import prepare_forkserver
 from verl_server.trajectory import ChatRenderer, Node, load_session
 
 ray = pytest.importorskip("ray")

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from verl_server import UnsupportedError, VerlServerError
+from verl_server.cpu.trl_attention import torch_tree_attention
 from verl_server.integrations.trl.async_grpo import RewardFunctions, score_group
 from verl_server.integrations.trl.servers import TRL_VERSION, require_trl
-from verl_server.integrations.trl.tree_attention import torch_tree_attention
 from verl_server.integrations.trl.weights import require_mergeable
 
 ROOT = Path(__file__).parents[4]

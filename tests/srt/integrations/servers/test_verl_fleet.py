@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl_server.adapter.blocking import EventLoopThread
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.config import AdapterConfig, RolloutMode, Timeouts
+from verl_server.cpu.forkserver import prepare_forkserver
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.integrations.verl.fleet_actor import FleetActor, ReplayJobs
 from verl_server.integrations.verl.generation import Generations, make_request, prompt_logprobs, require_no_other_media
@@ -40,7 +41,6 @@ from verl_server.rollout.fleet import ReplicaState
 from verl_server.router.dispatcher import Dispatcher, RolloutRouter
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.targets import InProcessTarget
-from verl_server.server.forkserver.forkserver import prepare_forkserver
 from verl_server.types import Json
 from verl_server.weights.update.options import Servers
 

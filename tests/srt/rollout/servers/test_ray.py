@@ -26,9 +26,9 @@ from helpers import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import AdapterConfig, RolloutManager, VerlEngine
+from verl_server.cpu.forkserver import prepare_forkserver
 from verl_server.errors import BadInputError, ServerError
 from verl_server.rollout.fleet import ReplicaState
-from verl_server.server.forkserver.forkserver import prepare_forkserver
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)

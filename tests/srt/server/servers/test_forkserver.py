@@ -23,11 +23,9 @@ from helpers import GREEDY, MARK, marked_processes, no_new_shared_memory, wait_u
 
 from verl_server import HttpServerEngineAdapter
 from verl_server.config import FORKSERVER_FOLDER, AdapterConfig
-from verl_server.errors import BadInputError, ServerDiedError
-from verl_server.server.environment import inherited_environment
-from verl_server.server.forkserver import forkserver as forkserver_module
-from verl_server.server.forkserver import forkserver_main, sglang_server
-from verl_server.server.forkserver.forkserver import (
+from verl_server.cpu import forkserver as forkserver_module
+from verl_server.cpu import forkserver_main, sglang_server
+from verl_server.cpu.forkserver import (
     SGLANG_SERVER,
     ForkedWarden,
     Forkserver,
@@ -35,7 +33,9 @@ from verl_server.server.forkserver.forkserver import (
     SharedForkserver,
     forkserver_pid,
 )
-from verl_server.server.forkserver.forkserver_main import LATE_VARIABLES, InheritedState, Requests
+from verl_server.cpu.forkserver_main import LATE_VARIABLES, InheritedState, Requests
+from verl_server.errors import BadInputError, ServerDiedError
+from verl_server.server.environment import inherited_environment
 from verl_server.server.process import ServerProcess, never_abort
 
 READY_S = 250.0
@@ -251,8 +251,8 @@ def test_a_forkserver_with_many_connections_answers() -> None:
 #: A forkserver without the imports of SGLang, to which a system call is forbidden.
 LIMITED_FORKSERVER = """
 import os, signal, socket
-from verl_server.server.forkserver import sglang_server
-from verl_server.server.forkserver.forkserver_main import Requests
+from verl_server.cpu import sglang_server
+from verl_server.cpu.forkserver_main import Requests
 owner, pidfd = socket.socket(fileno=0), os.pidfd_open(os.getppid())
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 {forbid}
@@ -370,7 +370,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: 
 TRAINER = """
 import sys, time
 from verl_server import HttpServerEngineAdapter
-from verl_server.server.forkserver.forkserver import prepare_forkserver
+from verl_server.cpu.forkserver import prepare_forkserver
 prepare_forkserver()
 print("importing", flush=True)
 if len(sys.argv) > 1:

@@ -34,6 +34,7 @@ from verl_server import AdapterConfig, HttpServerEngineAdapter, RolloutManager, 
 from verl_server.adapter.sglang.server_arguments import SGLANG
 from verl_server.cli.arguments import ADMIN_API_KEY, API_KEY
 from verl_server.config import SERVER_PYTHON
+from verl_server.cpu.forkserver import forkserver_pid
 from verl_server.errors import BadInputError, DeadlineError, StartupError, VerlServerError
 from verl_server.platforms import ENTRY_POINTS
 from verl_server.server.environment import (
@@ -43,7 +44,6 @@ from verl_server.server.environment import (
     interpreter_path,
     make_package_folder,
 )
-from verl_server.server.forkserver.forkserver import forkserver_pid
 from verl_server.server.interpreter_probe import MARK
 from verl_server.server.warden.processes import start_time
 

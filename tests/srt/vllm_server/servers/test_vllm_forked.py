@@ -24,11 +24,11 @@ from vllm_helpers import (
 )
 
 from verl_server.adapter.vllm.server_arguments import VLLM
-from verl_server.platforms.cpu_hooks import PF_FORKNOEXEC
+from verl_server.cpu import vllm_fork
+from verl_server.cpu.forkserver import forkserver_pid
+from verl_server.cpu.hooks import PF_FORKNOEXEC
 from verl_server.server.environment import ServerPython
-from verl_server.server.forkserver.forkserver import forkserver_pid
 from verl_server.tiny import make_model
-from verl_server.vllm_server import forked_server
 
 TOLERANCE = 1e-5
 NOTICE_S = 2.0
@@ -126,12 +126,12 @@ def test_a_process_with_threads_or_without_a_library_spawns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def choose(other_threads: list[str], preload: str = "") -> tuple[str, str]:
-        monkeypatch.setattr(forked_server, "_must_spawn", False)
-        monkeypatch.setattr(forked_server, "find_other_threads", lambda: other_threads)
+        monkeypatch.setattr(vllm_fork, "_must_spawn", False)
+        monkeypatch.setattr(vllm_fork, "find_other_threads", lambda: other_threads)
         monkeypatch.setenv("LD_PRELOAD", preload)
-        return forked_server._choose(), capsys.readouterr().out
+        return vllm_fork._choose(), capsys.readouterr().out
 
-    monkeypatch.setattr(forked_server, "NAMING_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(vllm_fork, "NAMING_TIMEOUT_S", 0.0)
     (loaded,) = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libc.so" in line}
     assert choose([]) == choose([], loaded) == ("fork", "")
     for others, preload, reason in (
@@ -142,16 +142,16 @@ def test_a_process_with_threads_or_without_a_library_spawns(
         method, output = choose(others, preload)
         assert method == "spawn"
         assert reason in output
-    assert forked_server._choose() == "spawn"
+    assert vllm_fork._choose() == "spawn"
     assert capsys.readouterr().out == "", "the reason is logged once"
 
 
 def test_other_threads_are_found() -> None:
     stopped = threading.Event()
-    before = len(forked_server.find_other_threads())
+    before = len(vllm_fork.find_other_threads())
     thread = threading.Thread(target=stopped.wait)
     thread.start()
-    assert len(forked_server.find_other_threads()) == before + 1
+    assert len(vllm_fork.find_other_threads()) == before + 1
     stopped.set()
     thread.join()
 
@@ -166,12 +166,12 @@ def test_other_threads_are_found() -> None:
     ],
 )
 def test_threads_are_those_of_the_variables(environment: dict[str, str], threads: tuple[int, list[int]]) -> None:
-    assert forked_server.wanted_threads(environment, [0, 1, 2, 3]) == threads
+    assert vllm_fork.wanted_threads(environment, [0, 1, 2, 3]) == threads
 
 
 THREADS = """
 import os, torch
-from verl_server.vllm_server.forked_server import start_threads
+from verl_server.cpu.vllm_fork import start_threads
 pid = os.fork()
 if pid == 0:
     cpus = sorted(os.sched_getaffinity(0))[:2]
@@ -198,6 +198,6 @@ def test_each_thread_of_a_fork_is_bound_to_its_cpu() -> None:
 def test_other_versions_of_vllm_are_spawned(
     installed: str, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forked_server, "installed_version", lambda: ("vllm", installed))
-    found = forked_server.find_fork_refusal()
+    monkeypatch.setattr(vllm_fork, "installed_version", lambda: ("vllm", installed))
+    found = vllm_fork.find_fork_refusal()
     assert found is None if refusal is None else refusal in str(found)

@@ -31,7 +31,7 @@ LAYERWISE = "weight updates use vLLM's layerwise reload, because the fast load d
 #: A module that Python imports at the start of each process of a server. It makes all models unknown.
 NO_FAST_LOAD = """
 import sys, types
-module = types.ModuleType("verl_server.vllm_server.cpu_reload")
+module = types.ModuleType("verl_server.cpu.vllm_reload")
 class UnknownModuleError(Exception):
     pass
 class FastLoad:

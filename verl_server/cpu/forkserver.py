@@ -26,17 +26,17 @@ from collections.abc import Mapping
 from typing import IO
 
 from verl_server.config import ENGINE, SERVER_PYTHON
+from verl_server.cpu import forkserver_main
+from verl_server.cpu.forkserver_main import FORK, MAX_ANSWER_BYTES, READY, InheritedState
 from verl_server.errors import DeadlineError
 from verl_server.server.environment import EngineProfile, ServerPython, may_have_accelerator, server_environment
-from verl_server.server.forkserver import forkserver_main
-from verl_server.server.forkserver.forkserver_main import FORK, MAX_ANSWER_BYTES, READY, InheritedState
 from verl_server.server.process import AbortCheck, WardenFactory, WardenProcess, raise_open_file_limit, spawn_warden
 from verl_server.server.warden.processes import has_pidfds
 
 logger = logging.getLogger(__name__)
 
-FORKSERVER_MODULE = "verl_server.server.forkserver.forkserver_main"
-SGLANG_SERVER = "verl_server.server.forkserver.sglang_server"
+FORKSERVER_MODULE = "verl_server.cpu.forkserver_main"
+SGLANG_SERVER = "verl_server.cpu.sglang_server"
 POLL_S = 0.05
 FORK_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 5.0

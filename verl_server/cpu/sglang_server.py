@@ -31,14 +31,14 @@ def load() -> None:
 
     from sglang.srt.platforms import current_platform
 
-    from verl_server.platforms import cpu_hooks
-    from verl_server.platforms.cpu import TorchNativeCpuPlatform
+    from verl_server.cpu import hooks
+    from verl_server.cpu.platform import TorchNativeCpuPlatform
 
     if not isinstance(current_platform, TorchNativeCpuPlatform):
         sys.exit("another SGLang platform than the one for machines without an accelerator is active")
-    if not cpu_hooks.can_fork():
+    if not hooks.can_fork():
         sys.exit(f"this process has {len(os.listdir('/proc/self/task'))} threads: it cannot fork servers")
-    cpu_hooks.allow_forks_to_fork()
+    hooks.allow_forks_to_fork()
 
 
 def serve() -> None:

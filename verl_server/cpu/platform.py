@@ -17,8 +17,8 @@ from sglang.srt.platforms import interface
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
+from verl_server.cpu.memory import default_kv_cache_tokens
 from verl_server.platforms.limits import split_cores
-from verl_server.platforms.memory import default_kv_cache_tokens
 
 logger = logging.getLogger(__name__)
 

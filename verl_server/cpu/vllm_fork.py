@@ -1,4 +1,4 @@
-"""A vLLM server that is forked by a forkserver (`verl_server/server/forkserver/forkserver_main.py`), on a CPU.
+"""A vLLM server that is forked by a forkserver (`verl_server/cpu/forkserver_main.py`), on a CPU.
 
 It imports neither vLLM nor torch at module level: `load` sets environment variables first.
 """
@@ -25,7 +25,7 @@ MODULES = (
     "uvloop", "orjson", "xxhash",
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker",
-    "verl_server.vllm_server.forked_worker", "verl_server.vllm_server.weights", "verl_server.vllm_server.wire.app",
+    "verl_server.cpu.vllm_worker", "verl_server.vllm_server.weights", "verl_server.vllm_server.wire.app",
 )  # fmt: skip
 #: Seconds between two checks of a queue between vLLM's processes.
 QUEUE_POLL_S = 50e-6
@@ -103,7 +103,7 @@ def _one_thread() -> Iterator[None]:
 # such a server. Spawned processes use vLLM's own values.
 
 VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
-WORKER_CLASS = "verl_server.vllm_server.forked_worker.ForkedCPUWorker"
+WORKER_CLASS = "verl_server.cpu.vllm_worker.ForkedCPUWorker"
 #: Begin of the names of ZeroMQ's threads. They hold locks of ZeroMQ's own contexts only, which a fork does not use.
 ZMQ_THREADS = "ZMQbg"
 #: Seconds that a new thread may need on a busy machine until it has its name.

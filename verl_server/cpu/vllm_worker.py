@@ -7,15 +7,15 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from verl_server.vllm_server import forked_server
+from verl_server.cpu import vllm_fork
 
 
 class ForkedCPUWorker(CPUWorker):  # type: ignore[misc]
     """vLLM's worker on a CPU, with the OpenMP threads of a spawned worker. It changes nothing if it was spawned."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if forked_server.is_forking():
-            forked_server.stop_forking()  # this process is about to start threads
-            threads = forked_server.wanted_threads(os.environ, sorted(os.sched_getaffinity(0)))
-            forked_server.start_threads(*threads)
+        if vllm_fork.is_forking():
+            vllm_fork.stop_forking()  # this process is about to start threads
+            threads = vllm_fork.wanted_threads(os.environ, sorted(os.sched_getaffinity(0)))
+            vllm_fork.start_threads(*threads)
         super().__init__(*args, **kwargs)

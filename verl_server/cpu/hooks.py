@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from verl_server.platforms import memory, seeds
+from verl_server.cpu import memory, seeds
 from verl_server.platforms.limits import available_cores
 from verl_server.platforms.scheduler_hooks import MANAGERS, SCHEDULER, UPDATER, add_hook, has_target
 

@@ -1,1 +1,0 @@
-"""The forkserver: a process that has imported an engine and forks servers."""
