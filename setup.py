@@ -90,7 +90,7 @@ setup(
         "console_scripts": ["verl-server = verl_server.cli.app:main"],
         "sglang.srt.platforms": ["verl_server_cpu = verl_server.platforms:activate"],
         "sglang.srt.plugins": ["verl_server_cpu = verl_server.platforms:register_hooks"],
-        "vllm.general_plugins": ["verl_server = verl_server.vllm_server:register"],
+        "vllm.general_plugins": ["verl_server = verl_server.vllm_plugin:register"],
         "verl.plugins": ["verl_server = verl_server.integrations.verl.plugin"],
     },
 )

@@ -19,7 +19,7 @@ from verl_server.errors import ServerError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http import RouterHttpServer
 from verl_server.router.process.static_replicas import StaticReplicas
-from verl_server.router.rl_wire.control import ReplicaControl
+from verl_server.router.vllm_wire.control import ReplicaControl
 
 KEY, ADMIN_KEY = "key-of-the-agents", "key-of-the-trainer"
 STATIC = "verl_server.router.process.static_replicas"

@@ -130,7 +130,7 @@ def router(
     """
     from verl_server.config import RemoteServer
     from verl_server.router.process.router_main import serve_static
-    from verl_server.router.rl_wire import admin
+    from verl_server.router.vllm_wire import admin
 
     log_also_info_of(admin.__name__)
     example = "http://127.0.0.1:30000"

@@ -18,7 +18,7 @@ from verl_server.conformance.systems import CheckFailedError
 from verl_server.errors import BadInputError
 from verl_server.server.environment import interpreter_path, read_environment, require_packages
 from verl_server.server.warden.processes import SHM_DIR, remove_shared_memory, start_time
-from verl_server.vllm_server.start import DISTRIBUTIONS
+from verl_server.vllm_plugin.start import DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from verl_server.conformance.systems import System

@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from verl_server.vllm_server import server_main
-from verl_server.vllm_server.start import IMPORT_VARIABLES, TESTED_VERSION, find_version_refusal, installed_version
+from verl_server.vllm_plugin import server_main
+from verl_server.vllm_plugin.start import IMPORT_VARIABLES, TESTED_VERSION, find_version_refusal, installed_version
 
 PROGRAM = server_main.__file__
 #: Modules that the processes of a server import. Another version of vLLM may not have all of them.
@@ -25,7 +25,7 @@ MODULES = (
     "uvloop", "orjson", "xxhash",
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker",
-    "verl_server.cpu.vllm_worker", "verl_server.vllm_server.weights", "verl_server.vllm_server.wire.app",
+    "verl_server.cpu.vllm_worker", "verl_server.vllm_plugin.weights", "verl_server.vllm_plugin.wire.app",
 )  # fmt: skip
 #: Seconds between two checks of a queue between vLLM's processes.
 QUEUE_POLL_S = 50e-6

@@ -28,10 +28,10 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from verl_server.vllm_server.reload import Unwritten, in_module_order, raw_parameters
+from verl_server.vllm_plugin.reload import Unwritten, in_module_order, raw_parameters
 
 if TYPE_CHECKING:
-    from verl_server.vllm_server.reload import NamedTensors, ReadTensors
+    from verl_server.vllm_plugin.reload import NamedTensors, ReadTensors
 
 
 # -- Module kinds -----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from verl_server.server.environment import (
     is_own_interpreter,
     read_environment,
 )
-from verl_server.vllm_server.start import (
+from verl_server.vllm_plugin.start import (
     DISTRIBUTIONS,
     FIXED_VARIABLES,
     MINIMUM_VERSION,
@@ -37,7 +37,7 @@ from verl_server.vllm_server.start import (
     explain_version,
     is_newer_than_checked,
 )
-from verl_server.vllm_server.start import TESTED_VERSION as VLLM_TESTED_VERSION
+from verl_server.vllm_plugin.start import TESTED_VERSION as VLLM_TESTED_VERSION
 
 #: Distributions whose versions are always shown.
 SHOWN = ("torch", "transformers")

@@ -1,6 +1,6 @@
 """`RouterHttpServer`: a router over HTTP, with SGLang's `/generate`, the routes of RL trainers, and the OpenAI paths.
 
-A generation through `/generate`, and through the routes in `rl_wire/`, survives the loss of its replica. A request to
+A generation through `/generate`, and through the routes in `vllm_wire/`, survives the loss of its replica. A request to
 another OpenAI path is forwarded.
 """
 
@@ -40,10 +40,10 @@ from verl_server.router.request_checks import (
     was_received,
 )
 from verl_server.router.resumable_generation import STREAM_TOKENS, send_reports
-from verl_server.router.rl_wire.admin import ADMIN_ROUTES, AdminRoutes
-from verl_server.router.rl_wire.control import ReplicaControl
-from verl_server.router.rl_wire.generate import RlRoutes
-from verl_server.router.rl_wire.models import ServedModels
+from verl_server.router.vllm_wire.admin import ADMIN_ROUTES, AdminRoutes
+from verl_server.router.vllm_wire.control import ReplicaControl
+from verl_server.router.vllm_wire.generate import RlRoutes
+from verl_server.router.vllm_wire.models import ServedModels
 from verl_server.server.launch import open_socket
 from verl_server.server.process import open_file_limit, raise_open_file_limit
 from verl_server.tracing import continue_trace, trace_headers
@@ -375,7 +375,7 @@ class RouterHttpServer:
     ) -> None:
         """`api_key` None accepts every caller. `extra_metrics` returns text that `/metrics` appends.
 
-        `control`: what the routes of `rl_wire/admin.py` change; they need the admin key. Requests to all other routes
+        `control`: what the routes of `vllm_wire/admin.py` change; they need the admin key. Requests to all other routes
         may have the admin key, too: a trainer has one key.
         """
         self._dispatcher, self._api_key, self._extra_metrics = dispatcher, api_key, extra_metrics

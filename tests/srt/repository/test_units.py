@@ -81,7 +81,7 @@ PACKAGES = [
     "rollout",
     "router",
     "engine",
-    "vllm_server",
+    "vllm_plugin",
     "weights",
     "ranks",
     "adapter",
@@ -102,7 +102,7 @@ UNRESTRICTED = ["tiny", "__init__", "__main__"]
 #: Files below `cpu/` that import it, each for machines without an accelerator only.
 CPU_SWITCHES = {
     "integrations/trl/__init__.py", "integrations/verl/plugin.py", "platforms/__init__.py", "server/launch.py",
-    "vllm_server/weights.py",
+    "vllm_plugin/weights.py",
 }  # fmt: skip
 
 

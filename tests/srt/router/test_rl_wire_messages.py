@@ -22,8 +22,8 @@ from verl_server.cli.common import log_also_info_of
 from verl_server.errors import BadInputError, ServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http import Forwarder
-from verl_server.router.rl_wire import admin
-from verl_server.router.rl_wire.models import ServedModel, ServedModels
+from verl_server.router.vllm_wire import admin
+from verl_server.router.vllm_wire.models import ServedModel, ServedModels
 
 NO_MODEL = Path("/no/model")
 
@@ -104,7 +104,7 @@ def test_operations_are_logged_without_an_option() -> None:
 from verl_server.cli import app
 import logging, verl_server.router.process.router_main as router_main
 def serve_static(*_, **__):
-    logging.getLogger("verl_server.router.rl_wire.admin").info("operation")
+    logging.getLogger("verl_server.router.vllm_wire.admin").info("operation")
     logging.getLogger("verl_server.router").info("other information")
     logging.getLogger("verl_server.router").warning("a warning")
 router_main.serve_static = serve_static

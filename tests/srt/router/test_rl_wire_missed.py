@@ -25,12 +25,12 @@ from verl_server.errors import (
     ServerError,
     TornWeightsError,
 )
-from verl_server.router.rl_wire import calls as folders
-from verl_server.router.rl_wire.generate import parse_sampling
-from verl_server.router.rl_wire.models import ServedModels
+from verl_server.router.vllm_wire import calls as folders
+from verl_server.router.vllm_wire.generate import parse_sampling
+from verl_server.router.vllm_wire.models import ServedModels
 
 Tiny = Callable[..., Path]
-CONTROL = "verl_server.router.rl_wire.control"
+CONTROL = "verl_server.router.vllm_wire.control"
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -171,7 +171,7 @@ def test_a_server_that_misses_resume_is_continued_later(
     hangs: bool, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection breaks, or it receives the call and does not answer."""
-    monkeypatch.setattr("verl_server.router.rl_wire.control.CONTINUE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("verl_server.router.vllm_wire.control.CONTINUE_TIMEOUT_S", 0.1)
     folder = tiny("qwen3")
     a, b = FakeServer("a", folder), FakeServer("b", folder)
 
@@ -474,7 +474,7 @@ def test_the_router_hides_the_keys_of_its_servers(monkeypatch: pytest.MonkeyPatc
 def test_a_folder_that_hangs_ends_with_a_deadline(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop continues meanwhile, and the next operation runs."""
     monkeypatch.setattr(folders, "FOLDER_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("verl_server.router.rl_wire.control.require_checkpoint_folder", lambda _: time.sleep(0.5))
+    monkeypatch.setattr("verl_server.router.vllm_wire.control.require_checkpoint_folder", lambda _: time.sleep(0.5))
 
     async def scenario() -> None:
         async with fake_router(monkeypatch, FakeServer("a", tiny("qwen3"))) as router:

@@ -23,10 +23,10 @@ from verl_server.errors import BadInputError, DeadlineError, NotReadyError, Serv
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process import router_main
 from verl_server.router.process.static_replicas import StaticReplicas
-from verl_server.router.rl_wire import calls as folders
-from verl_server.router.rl_wire import models
-from verl_server.router.rl_wire.lora import INCOMPLETE_UNLOAD
-from verl_server.router.rl_wire.models import ServedModels
+from verl_server.router.vllm_wire import calls as folders
+from verl_server.router.vllm_wire import models
+from verl_server.router.vllm_wire.lora import INCOMPLETE_UNLOAD
+from verl_server.router.vllm_wire.models import ServedModels
 
 Tiny = Callable[..., Path]
 NO_MODEL = Path("/no/model")

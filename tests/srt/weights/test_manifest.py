@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from verl_server.errors import BadInputError, WeightManifestError
 from verl_server.platforms.server_report import served_dtypes
 from verl_server.ranks.coordinator import RankCoordinator
-from verl_server.router.rl_wire.calls import read_served_manifest
+from verl_server.router.vllm_wire.calls import read_served_manifest
 from verl_server.types import TensorSpec
 from verl_server.weights.manifest import CheckpointNames, Manifest, read_manifest
 from verl_server.weights.update.source import ShardWriter, TensorSource

@@ -93,7 +93,7 @@ def to_sampling_params(params: Any) -> Json:
 RETURNED_ID_PREFIX = "generate-tokens-"
 """vLLM puts this before the id of a generation in its reply, and aborts generations by this longer id only."""
 MAX_LOGPROBS = 20
-"""vLLM's own maximum of most probable tokens. Servers of this library accept one more (`vllm_server/start.py`)."""
+"""vLLM's own maximum of most probable tokens. Servers of this library accept one more (`vllm_plugin/start.py`)."""
 #: Pause modes of this library (SGLang's) and vLLM's: requests are held and computed again, held with their KV cache, or
 #: ended.
 _PAUSE_QUERIES = {
@@ -203,14 +203,14 @@ def weight_version_payload(weight_version: int) -> Json:
 
 def memory_payload(method: str, tags: Collection[str]) -> Json:
     """The body of `/collective_rpc` that releases or resumes memory. `method` ("release" or "resume") is one of
-    `vllm_server/weights.py`."""
+    `vllm_plugin/weights.py`."""
     return {"method": f"verl_server_{method}_memory", "args": [json.dumps(sorted(tags))]}
 
 
 # -- Endpoints --------------------------------------------------------------------------------------
 # vLLM's HTTP routes that this library uses, and the key that each of them needs.
 #
-# The keys are checked by our own `vllm_server/start.py`: vLLM's key would protect a few of the routes only.
+# The keys are checked by our own `vllm_plugin/start.py`: vLLM's key would protect a few of the routes only.
 
 
 _admin = partial(Endpoint, needs_admin_key=True)

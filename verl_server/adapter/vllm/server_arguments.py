@@ -51,7 +51,7 @@ VLLM_OPTIONS = frozenset({
     "disable_log_stats", "enable_log_requests", "max_log_len", "chat_template", "skip_tokenizer_init",
 })  # fmt: skip
 #: Arguments of ours: address, keys, version of the weights, arguments of SGLang that become other options of vLLM
-#: (`vllm_server/start.py`), and settings of the CPU backend that vLLM takes as environment variables.
+#: (`vllm_plugin/start.py`), and settings of the CPU backend that vLLM takes as environment variables.
 OWN_ARGUMENTS = frozenset({
     "enable_memory_saver", "max_total_tokens", "log_level", "host", "port", "weight_version", *SECRET_ARGUMENTS,
     "cpu_kv_cache_gib", "cpu_omp_threads_bind",
@@ -139,7 +139,7 @@ def _rename(server_args: Json, names: Mapping[str, str]) -> Json:
 #: `VLLM::Worker` (with several workers, `VLLM::Worker_TP0` and so on).
 VLLM = EngineProfile(
     name="vLLM",
-    main_module="verl_server.vllm_server.server_main",
+    main_module="verl_server.vllm_plugin.server_main",
     forked_module="verl_server.cpu.vllm_fork",
     secret_arguments=SECRET_ARGUMENTS,
     ready_paths=(READY.path,),

@@ -28,7 +28,7 @@ from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http import RouterHttpServer
 from verl_server.router.process.static_replicas import StaticReplicas
 from verl_server.router.replica_status import ReplicaStatus
-from verl_server.router.rl_wire.control import ReplicaControl
+from verl_server.router.vllm_wire.control import ReplicaControl
 from verl_server.server.launch import join_host_port
 from verl_server.tracing import collect_garbage_rarely
 from verl_server.types import Json

@@ -18,8 +18,8 @@ from verl_server.errors import BadInputError, NotReadyError, VerlServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.request_checks import is_out_of_files
-from verl_server.router.rl_wire.calls import AwaitedError
-from verl_server.router.rl_wire.control import ReplicaControl, WeightRecord
+from verl_server.router.vllm_wire.calls import AwaitedError
+from verl_server.router.vllm_wire.control import ReplicaControl, WeightRecord
 from verl_server.types import Json, parse_weight_version
 from verl_server.validation import checked_value
 

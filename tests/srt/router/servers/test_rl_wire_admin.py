@@ -26,7 +26,7 @@ from test_lora import CONFIG, TARGETS, adapter_for, merged
 from vllm_helpers import needs_vllm
 
 from verl_server import HttpServerEngineAdapter
-from verl_server.router.rl_wire.admin import ADMIN_ROUTES
+from verl_server.router.vllm_wire.admin import ADMIN_ROUTES
 
 pytestmark = pytest.mark.timeout(900)
 

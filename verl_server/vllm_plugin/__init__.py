@@ -25,4 +25,4 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # it is already registered
-        WeightTransferEngineFactory.register_engine(BACKEND, "verl_server.vllm_server.weights", "WeightEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, "verl_server.vllm_plugin.weights", "WeightEngine")

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from verl_server.errors import BadInputError, ServerError, UnsupportedError, VerlServerError
 from verl_server.router.request_checks import error_status, json_response, parse_object, read_body
-from verl_server.router.rl_wire.calls import USE_FILES
-from verl_server.router.rl_wire.control import ReplicaControl
-from verl_server.router.rl_wire.models import ServedModels
+from verl_server.router.vllm_wire.calls import USE_FILES
+from verl_server.router.vllm_wire.control import ReplicaControl
+from verl_server.router.vllm_wire.models import ServedModels
 from verl_server.types import Json
 from verl_server.validation import did_you_mean
 

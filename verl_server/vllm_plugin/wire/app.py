@@ -28,10 +28,10 @@ from verl_server.errors import BadInputError, NotReadyError, ServerError, Unsupp
 from verl_server.platforms.server_report import PARAMETER_DTYPES, RELEASED_MEMORY
 from verl_server.server.server_main import ProcessHeader
 from verl_server.types import Json
-from verl_server.vllm_server.start import App, KeyMiddleware, Message, Receive, Send
-from verl_server.vllm_server.wire import control, generation
-from verl_server.vllm_server.wire.control import is_cpu
-from verl_server.vllm_server.wire.state import (
+from verl_server.vllm_plugin.start import App, KeyMiddleware, Message, Receive, Send
+from verl_server.vllm_plugin.wire import control, generation
+from verl_server.vllm_plugin.wire.control import is_cpu
+from verl_server.vllm_plugin.wire.state import (
     Disconnected,
     InnerCalls,
     ServerFacts,
@@ -228,7 +228,7 @@ class ServerApp:
 
     def __init__(self, app: App) -> None:
         if not _facts:
-            raise RuntimeError("the server was not started with verl_server.vllm_server.server_main")
+            raise RuntimeError("the server was not started with verl_server.vllm_plugin.server_main")
         self._vllm, self._state = app, ServerState(_facts[0])
         self._version_lock = asyncio.Lock()
         self._keys = ProcessHeader(KeyMiddleware(self._dispatch, API_PATHS))

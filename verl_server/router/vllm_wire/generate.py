@@ -17,7 +17,7 @@ from verl_server.errors import BadInputError
 from verl_server.router.dispatcher import Dispatcher, gather_all
 from verl_server.router.request_checks import json_response, parse_object, read_body, validate_id
 from verl_server.router.resumable_generation import version_spans
-from verl_server.router.rl_wire.models import ServedModel, ServedModels
+from verl_server.router.vllm_wire.models import ServedModel, ServedModels
 from verl_server.types import Json
 from verl_server.validation import did_you_mean, is_bool, is_list, is_whole_number
 

@@ -34,8 +34,8 @@ from vllm.platforms import current_platform
 
 from verl_server.platforms.server_report import PARAMETER_DTYPES, report_dtypes
 from verl_server.types import Json
-from verl_server.vllm_server import register
-from verl_server.vllm_server.reload import LayerwiseLoad, NamedTensors, PartialModuleError, Rehearsal, WeightLoad
+from verl_server.vllm_plugin import register
+from verl_server.vllm_plugin.reload import LayerwiseLoad, NamedTensors, PartialModuleError, Rehearsal, WeightLoad
 from verl_server.weights.arena import Report
 from verl_server.weights.loader import MAX_COPIED_BYTES, MAX_ERROR_CHARACTERS, MAX_UNREAD_NAMES, MAX_UNWRITTEN_NAMES
 from verl_server.weights.manifest import read_manifest
@@ -349,7 +349,7 @@ class WorkerExtension:
 
 def _dtypes_of(model: torch.nn.Module) -> dict[str, Any]:
     """The report on the parameters as the model's loader fills them: vLLM drops weights that it has packed."""
-    from verl_server.vllm_server.reload import raw_parameters
+    from verl_server.vllm_plugin.reload import raw_parameters
 
     return report_dtypes(
         (f"{path}.{name}", tensor)

@@ -28,7 +28,7 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.router.replica_pool import ReplicaPool
-from verl_server.router.rl_wire.calls import (
+from verl_server.router.vllm_wire.calls import (
     ANSWER_TIMEOUT_S,
     AwaitedError,
     Servers,
@@ -43,7 +43,7 @@ from verl_server.router.rl_wire.calls import (
     require_checkpoint_folder,
     require_whole_checkpoint,
 )
-from verl_server.router.rl_wire.lora import LoraControl
+from verl_server.router.vllm_wire.lora import LoraControl
 from verl_server.types import Json, parse_weight_version
 from verl_server.validation import is_whole_number
 

@@ -10,7 +10,14 @@ from typing import Any
 
 from verl_server.adapter.client import AsyncHttpServerEngineAdapter
 from verl_server.errors import BadInputError, NotReadyError, VerlServerError
-from verl_server.router.rl_wire.calls import LoraFiles, Servers, call_each, find_answering, in_thread, read_lora_adapter
+from verl_server.router.vllm_wire.calls import (
+    LoraFiles,
+    Servers,
+    call_each,
+    find_answering,
+    in_thread,
+    read_lora_adapter,
+)
 
 INCOMPLETE_UNLOAD = "has an incomplete unload"
 """Part of SGLang's answer to a load, when an earlier load or unload of this name has succeeded on some TP ranks only.

@@ -38,7 +38,7 @@ from verl_server.adapter.vllm.requests import (
 from verl_server.config import MemoryTag, PauseMode
 from verl_server.errors import BadInputError, ServerBusyError, ServerError, UnsupportedError, VerlServerError
 from verl_server.types import Json, parse_weight_version
-from verl_server.vllm_server.wire.state import InnerCalls, RunningRequest, ServerState, call_all, call_workers
+from verl_server.vllm_plugin.wire.state import InnerCalls, RunningRequest, ServerState, call_all, call_workers
 from verl_server.weights.transports.base import parse_message
 
 # -- Lora -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from verl_server.adapter.vllm.requests import GENERATE, TOKENIZE, generate_paylo
 from verl_server.errors import BadInputError, ServerError, VerlServerError
 from verl_server.types import Json
 from verl_server.validation import is_list
-from verl_server.vllm_server.wire.state import InnerCalls, ServerState, error_body, json_reply, status_of
+from verl_server.vllm_plugin.wire.state import InnerCalls, ServerState, error_body, json_reply, status_of
 
 
 async def generate(state: ServerState, calls: InnerCalls, body: Json) -> Response:

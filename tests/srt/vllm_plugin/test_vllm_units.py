@@ -23,8 +23,8 @@ from verl_server.adapter.vllm.requests import (
 from verl_server.adapter.vllm.server_arguments import complete_server_args
 from verl_server.errors import BadInputError, NotReadyError, ServerError
 from verl_server.types import Json
-from verl_server.vllm_server import start
-from verl_server.vllm_server.start import (
+from verl_server.vllm_plugin import start
+from verl_server.vllm_plugin.start import (
     explain_head_size,
     explain_version,
     server_variables,
@@ -330,7 +330,7 @@ def test_each_path_needs_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vllm_is_imported_in_its_room_only() -> None:
-    """And in the files of `cpu/` for vLLM. `vllm_server` imports no SGLang."""
+    """And in the files of `cpu/` for vLLM. `vllm_plugin` imports no SGLang."""
     for path in PACKAGE.rglob("*.py"):
         names: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text())):
@@ -341,5 +341,5 @@ def test_vllm_is_imported_in_its_room_only() -> None:
         room = path.relative_to(PACKAGE).parts[0]
         is_user_code = path.name == "vllm_backend.py"  # the conformance suite's weight transfer engine, as of a user
         is_for_cpus = room == "cpu" and path.name.startswith("vllm_")
-        assert "vllm" not in names or room == "vllm_server" or is_user_code or is_for_cpus, path
-        assert "sglang" not in names or room != "vllm_server", path
+        assert "vllm" not in names or room == "vllm_plugin" or is_user_code or is_for_cpus, path
+        assert "sglang" not in names or room != "vllm_plugin", path

@@ -15,7 +15,7 @@ from typing import Any
 from verl_server.adapter.model_files import EXPERT_KEYS
 from verl_server.platforms.limits import split_cores
 from verl_server.server.server_main import NO_DOMAIN
-from verl_server.vllm_server import BACKEND
+from verl_server.vllm_plugin import BACKEND
 
 #: First version with all routes that the adapter uses, and the version that the tests run.
 MINIMUM_VERSION, TESTED_VERSION = (0, 32), "0.32.0"
@@ -177,8 +177,8 @@ OWN_OPTIONS: Mapping[str, Any] = {
     "enable_prompt_tokens_details": True,
     "logprobs_mode": "processed_logprobs",
     "weight_transfer_config": {"backend": BACKEND},
-    "middleware": "verl_server.vllm_server.wire.app.ServerApp",
-    "worker_extension_cls": "verl_server.vllm_server.weights.WorkerExtension",
+    "middleware": "verl_server.vllm_plugin.wire.app.ServerApp",
+    "worker_extension_cls": "verl_server.vllm_plugin.weights.WorkerExtension",
     "disable_uvicorn_access_log": True,
     # Domains from which requests may load images. vLLM's own default is every domain, also of the server's network.
     "allowed_media_domains": [NO_DOMAIN],
@@ -265,7 +265,7 @@ class KeyMiddleware:
     def __init__(self, app: App, api_paths: frozenset[str]) -> None:
         """`api_paths`: further paths for which the API key suffices."""
         if not _digests:
-            raise RuntimeError("the keys of the server are not set: start it with verl_server.vllm_server.server_main")
+            raise RuntimeError("the keys of the server are not set: start it with verl_server.vllm_plugin.server_main")
         self._app, self._api_paths = app, api_paths
         self._admin = [_digests["admin"]]
         self._api = [_digests["api"], _digests["admin"]]

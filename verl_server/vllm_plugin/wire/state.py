@@ -27,7 +27,7 @@ from verl_server.errors import (
     VerlServerError,
 )
 from verl_server.types import Json
-from verl_server.vllm_server.start import App, Message, Send
+from verl_server.vllm_plugin.start import App, Message, Send
 
 
 class Disconnected(Exception):

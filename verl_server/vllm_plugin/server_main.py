@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from verl_server.server.server_main import EXIT_BAD_ARGUMENT, read_arguments
 from verl_server.types import parse_weight_version
-from verl_server.vllm_server.start import (
+from verl_server.vllm_plugin.start import (
     find_argument_refusal,
     find_version_refusal,
     server_variables,
@@ -44,10 +44,10 @@ def serve(server_args: dict[str, Any], api_key: str, admin_api_key: str, weight_
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from verl_server.vllm_server import register
-    from verl_server.vllm_server.start import set_keys
-    from verl_server.vllm_server.wire.app import set_facts
-    from verl_server.vllm_server.wire.state import ServerFacts
+    from verl_server.vllm_plugin import register
+    from verl_server.vllm_plugin.start import set_keys
+    from verl_server.vllm_plugin.wire.app import set_facts
+    from verl_server.vllm_plugin.wire.state import ServerFacts
 
     set_keys(api_key, admin_api_key)
     set_facts(ServerFacts(dict(server_args), weight_version))
