@@ -32,14 +32,13 @@ from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo
 from verl_server.weights import loader
-from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.arena import XXH3, Arena, plan_arena
 from verl_server.weights.manifest import read_manifest
 from verl_server.weights.transports.base import SenderSettings, message_as_named_tensors
 from verl_server.weights.transports.shared_memory import Sender
 from verl_server.weights.update.options import ReplayFn, Servers, UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks
-from verl_server.weights.verification import XXH3
 
 TP_SIZES = (1, 2)
 LAYER = ".layers.1."

@@ -11,17 +11,15 @@ from verl_server.config import PauseMode
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
-from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.arena import XXH3, Arena, plan_arena
 from verl_server.weights.buckets import Buckets, plan_buckets
 from verl_server.weights.loader import load_weights
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.transports import receiver_class, sender_class
-from verl_server.weights.transports.base import SenderSettings
+from verl_server.weights.transports.base import SenderSettings, receiver_class, sender_class
 from verl_server.weights.update.options import ReplayFn, Servers, UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.streamed import RankBuckets, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
-from verl_server.weights.verification import XXH3
 
 
 class LoadedModel(torch.nn.Module):

@@ -52,12 +52,11 @@ from verl_server.config import AdapterConfig, PauseMode, Timeouts
 from verl_server.server.launch import LaunchedServer
 from verl_server.tiny import make_model
 from verl_server.types import Json, ServerInfo, TensorSpec
-from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.arena import Arena, compute_checksum, plan_arena
 from verl_server.weights.manifest import read_manifest
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 from verl_server.weights.transports.shared_memory import Sender
 from verl_server.weights.update.staged import verify_reports
-from verl_server.weights.verification import compute_checksum
 
 VLLM_VENV = Path(__file__).parents[2] / ".venv-vllm"
 VLLM_PYTHON = VLLM_VENV / "bin" / "python"

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from verl_server.adapter.connection import Capabilities, ServerConnection
 from verl_server.adapter.engine import get_engine
-from verl_server.adapter.http import HttpClient
+from verl_server.adapter.http import Capabilities, HttpClient, ServerConnection
 from verl_server.adapter.model_files import plain_lora_config
 from verl_server.adapter.router_registration import RouterRegistration
 from verl_server.adapter.sglang import replies

@@ -27,16 +27,14 @@ from verl_server.server.environment import VISIBLE_DEVICES, SeenByRank, allowed_
 from verl_server.server.launch import PortReservation, join_host_port
 from verl_server.types import Json, parse_weight_version
 from verl_server.validation import checked_value
-from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.arena import Arena, choose_algorithm, plan_arena
 from verl_server.weights.buckets import MAX_WRITERS, Buckets, plan_buckets, require_own_gpus
 from verl_server.weights.manifest import MANIFEST, Manifest, checkpoint_names_of, read_manifest
-from verl_server.weights.transports import is_streamed, sender_class
-from verl_server.weights.transports.base import SenderSettings
+from verl_server.weights.transports.base import SenderSettings, is_streamed, sender_class
 from verl_server.weights.update.options import Servers
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.streamed import RankBuckets, StreamedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
-from verl_server.weights.verification import choose_algorithm
 
 logger = logging.getLogger(__name__)
 

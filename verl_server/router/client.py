@@ -11,7 +11,6 @@ from typing import Any, Self
 import aiohttp
 
 from verl_server.adapter.http import close_without_loop
-from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.sglang.replies import parse_json_or_text
 from verl_server.adapter.sglang.requests import plain_request, split_batch
 from verl_server.errors import BadInputError, DeadlineError, ServerError, ShutDownError, VerlServerError, from_wire
@@ -20,7 +19,7 @@ from verl_server.router.resumable_generation import EVENT_STREAM, STREAM_TOKENS,
 from verl_server.server.launch import open_socket
 from verl_server.server.process import raise_open_file_limit
 from verl_server.tracing import trace_headers
-from verl_server.types import Json
+from verl_server.types import Json, encode_json
 from verl_server.validation import check_arguments, require_http_url, require_key, require_seconds
 
 CONNECT_TIMEOUT_S = 5.0

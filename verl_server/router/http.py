@@ -21,7 +21,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from verl_server.adapter.json_body import without_half_characters
 from verl_server.adapter.sglang.requests import split_batch
 from verl_server.errors import BadInputError, ServerDiedError, ServerError, VerlServerError
 from verl_server.router.dispatcher import FILES_RETRY_S, Dispatcher, Failures
@@ -47,7 +46,7 @@ from verl_server.router.vllm_wire.models import ServedModels
 from verl_server.server.launch import open_socket
 from verl_server.server.process import open_file_limit, raise_open_file_limit
 from verl_server.tracing import continue_trace, trace_headers
-from verl_server.types import Json
+from verl_server.types import Json, without_half_characters
 
 if TYPE_CHECKING:
     from verl_server.router.dispatcher import Dispatcher

@@ -12,7 +12,6 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from verl_server.adapter.json_body import without_half_characters
 from verl_server.adapter.sglang.requests import ROUTER_FIELDS
 from verl_server.errors import (
     BadInputError,
@@ -29,7 +28,7 @@ from verl_server.errors import (
 )
 from verl_server.router.placement import VersionRequirement
 from verl_server.router.resumable_generation import version_spans
-from verl_server.types import Json
+from verl_server.types import Json, without_half_characters
 from verl_server.validation import is_finite_number, is_list
 
 CHARACTERS_PER_TOKEN = 4

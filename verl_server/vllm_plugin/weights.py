@@ -36,12 +36,16 @@ from verl_server.platforms.server_report import PARAMETER_DTYPES, report_dtypes
 from verl_server.types import Json
 from verl_server.vllm_plugin import register
 from verl_server.vllm_plugin.reload import LayerwiseLoad, NamedTensors, PartialModuleError, Rehearsal, WeightLoad
-from verl_server.weights.arena import Report
-from verl_server.weights.loader import MAX_COPIED_BYTES, MAX_ERROR_CHARACTERS, MAX_UNREAD_NAMES, MAX_UNWRITTEN_NAMES
+from verl_server.weights.arena import XXH3, Report, compute_checksum
+from verl_server.weights.loader import (
+    MAX_COPIED_BYTES,
+    MAX_ERROR_CHARACTERS,
+    MAX_UNREAD_NAMES,
+    MAX_UNWRITTEN_NAMES,
+    ReadTensors,
+)
 from verl_server.weights.manifest import read_manifest
-from verl_server.weights.transports import receiver_class
-from verl_server.weights.transports.base import Receiver, note_loaded, require_owner
-from verl_server.weights.verification import XXH3, ReadTensors, compute_checksum
+from verl_server.weights.transports.base import Receiver, note_loaded, receiver_class, require_owner
 
 # -- Weight session ---------------------------------------------------------------------------------
 # What happened in one update on one worker.

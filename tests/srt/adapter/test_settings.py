@@ -38,7 +38,6 @@ from verl_server import (
     WeightsConfig,
 )
 from verl_server.adapter.client import tags_to_release
-from verl_server.adapter.json_body import encode_json
 from verl_server.adapter.sglang.requests import (
     REQUEST_FIELDS,
     ROUTER_FIELDS,
@@ -57,6 +56,7 @@ from verl_server.rollout.fleet import restart_delay_s
 from verl_server.rollout.modes import ParallelConfig, parse_mode
 from verl_server.router.resumable_generation import ResumableGeneration
 from verl_server.trajectory.recorder import Recorder, list_sessions, load_session, session_file
+from verl_server.types import encode_json
 from verl_server.validation import check_arguments, make_writable_folder
 from verl_server.weights import transports
 from verl_server.weights.update.options import UpdateOptions, validate_options

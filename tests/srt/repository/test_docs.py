@@ -40,7 +40,7 @@ from verl_server.rollout.fleet import Fleet, fleet_metrics
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http import router_metrics
 from verl_server.router.targets import RoutingTargets
-from verl_server.weights.transports import is_streamed
+from verl_server.weights.transports.base import is_streamed
 
 ROOT = Path(__file__).parents[3]
 PAGES = [

@@ -52,16 +52,17 @@ from verl_server.weights.arena import (
     TABLE_OFFSET,
     Arena,
     SharedWords,
+    compute_checksum,
     order_memory_accesses,
     plan_arena,
+    positional_sum,
     tensor_bytes,
 )
-from verl_server.weights.loader import load_weights
+from verl_server.weights.loader import Coverage, ReadTensors, load_weights
 from verl_server.weights.transports import delta, shared_memory
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 from verl_server.weights.transports.distributed import ReceiverPlacement, group_whole_tensors, split_into_chunks
 from verl_server.weights.update.source import shard_slices
-from verl_server.weights.verification import Coverage, ReadTensors, compute_checksum, positional_sum
 
 PACKAGE = Path(verl_server.__file__).parent
 PARAMETER = torch.zeros(2, 3)

@@ -43,7 +43,7 @@ from verl_server.rollout.updates import FleetCalls, FleetLoras, FleetMemory, Fle
 from verl_server.router.replica_status import ReplicaStatus
 from verl_server.router.targets import RoutingTargets
 from verl_server.types import TensorSpec
-from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.arena import Arena, compute_checksum, plan_arena
 from verl_server.weights.loader import load_weights
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports import shared_memory
@@ -51,7 +51,6 @@ from verl_server.weights.transports.base import SenderSettings
 from verl_server.weights.update.options import ReplayFn, Servers, ValidatedUpdate
 from verl_server.weights.update.staged import StagedUpdate
 from verl_server.weights.update.updater import resume_twice
-from verl_server.weights.verification import compute_checksum
 
 RECOVERY = RecoveryConfig(backoff_s=0.0, max_backoff_s=0.0, max_restarts=2)
 SPEC = TensorSpec((4,), "float32")

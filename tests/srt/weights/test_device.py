@@ -17,7 +17,21 @@ from verl_server.config import PauseMode
 from verl_server.errors import VerlServerError
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.types import ServerInfo, TensorSpec
-from verl_server.weights.arena import Arena, ReceivedReport, Report, SharedReports, plan_arena
+from verl_server.weights.arena import (
+    POSITIONAL_SUM,
+    XXH3,
+    Arena,
+    Checksums,
+    ReceivedReport,
+    Report,
+    SharedReports,
+    choose_algorithm,
+    compute_checksum,
+    plan_arena,
+    positional_sum,
+    shares_are_complete,
+    verified_share,
+)
 from verl_server.weights.buckets import Buckets, plan_buckets
 from verl_server.weights.device import CallerOrder, PinnedMemory, StagingCopies
 from verl_server.weights.loader import load_weights
@@ -28,16 +42,6 @@ from verl_server.weights.update.options import ValidatedUpdate
 from verl_server.weights.update.source import ShardWriter, StagedChecksums
 from verl_server.weights.update.staged import verify_reports
 from verl_server.weights.update.streamed import BucketFiller, OpenedUpdate, RankBuckets
-from verl_server.weights.verification import (
-    POSITIONAL_SUM,
-    XXH3,
-    Checksums,
-    choose_algorithm,
-    compute_checksum,
-    positional_sum,
-    shares_are_complete,
-    verified_share,
-)
 
 # -- checksums and shares ----------------------------------------------------------------------------
 

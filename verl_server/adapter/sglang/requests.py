@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from verl_server.adapter.json_body import tolist_hint
 from verl_server.config import Finite, NotNegativeInt, PauseMode, PositiveInt
 from verl_server.errors import BadInputError
-from verl_server.types import Json
+from verl_server.types import Json, tolist_hint
 from verl_server.validation import did_you_mean, is_list, is_whole_number, to_plain
 
 if TYPE_CHECKING:

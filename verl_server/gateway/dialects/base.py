@@ -14,11 +14,10 @@ import orjson
 import pydantic
 from pydantic import Field
 
-from verl_server.adapter.json_body import without_half_characters
 from verl_server.gateway.conversation import AssistantTurn, TurnDelta, TurnRequest
 from verl_server.gateway.errors import ErrorKind, GatewayError
 from verl_server.trajectory.rendering.messages import Message
-from verl_server.types import Json
+from verl_server.types import Json, without_half_characters
 
 LARGEST_TOP_K = 1 << 30
 """SGLang's value for all tokens. Larger values do not fit into its tensors."""

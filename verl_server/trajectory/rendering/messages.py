@@ -10,9 +10,8 @@ from typing import Any
 
 import orjson
 
-from verl_server.adapter.json_body import tolist_hint
 from verl_server.errors import BadInputError
-from verl_server.types import Json
+from verl_server.types import Json, tolist_hint
 from verl_server.validation import is_list, require_list
 
 Message = Mapping[str, Any]

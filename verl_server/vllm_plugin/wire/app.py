@@ -10,7 +10,6 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from verl_server.adapter.json_body import without_half_characters
 from verl_server.adapter.sglang import replies
 from verl_server.adapter.sglang.replies import Endpoint
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER
@@ -27,7 +26,7 @@ from verl_server.adapter.vllm.requests import (
 from verl_server.errors import BadInputError, NotReadyError, ServerError, UnsupportedError, VerlServerError
 from verl_server.platforms.server_report import PARAMETER_DTYPES, RELEASED_MEMORY
 from verl_server.server.server_main import ProcessHeader
-from verl_server.types import Json
+from verl_server.types import Json, without_half_characters
 from verl_server.vllm_plugin.start import App, KeyMiddleware, Message, Receive, Send
 from verl_server.vllm_plugin.wire import control, generation
 from verl_server.vllm_plugin.wire.control import is_cpu

@@ -13,6 +13,7 @@ The order of calls in one update:
 from __future__ import annotations
 
 import base64
+import importlib
 import itertools
 import json
 import os
@@ -28,10 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_server.errors import UnsupportedError
+from verl_server.config import TRANSPORTS
+from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.types import Json, ServerInfo
-from verl_server.weights.arena import MAX_TP_RANKS, Arena, Layout, ReceivedReport, Report
-from verl_server.weights.verification import XXH3
+from verl_server.weights.arena import MAX_TP_RANKS, XXH3, Arena, Layout, ReceivedReport, Report
 
 
 @dataclass(frozen=True)
@@ -279,3 +280,29 @@ def note_loaded(message: Mapping[str, Any]) -> None:
     """The update of `message` is loaded. After one that fails, the trainer owns torn weights of the version before."""
     if "trainer" in message:
         _owner[:] = [(message["trainer"], message["weight_version"])]
+
+
+# -- transports by name ------------------------------------------------------------
+
+
+def is_streamed(transport: str) -> bool:
+    """Whether the transport takes tensors as they come, instead of from the arena."""
+    return not hasattr(_module_of(transport), "Sender")
+
+
+def sender_class(transport: str) -> type[Sender]:
+    """The `Sender` of a transport. Raises BadInputError for an unknown name."""
+    sender: type[Sender] = _module_of(transport).Sender
+    return sender
+
+
+def receiver_class(transport: str) -> type[Receiver]:
+    """The `Receiver` of a transport. Raises BadInputError for an unknown name."""
+    receiver: type[Receiver] = _module_of(transport).Receiver
+    return receiver
+
+
+def _module_of(transport: str) -> Any:
+    if transport not in TRANSPORTS:
+        raise BadInputError(f"weight transport {transport!r} does not exist; the transports are {list(TRANSPORTS)}")
+    return importlib.import_module(f"{__package__}.{transport}")

@@ -24,9 +24,9 @@ from verl_server.ranks.shared_meshes import SharedMeshes
 from verl_server.threads import start_call
 from verl_server.types import Json, TensorSpec
 from verl_server.validation import as_pairs
+from verl_server.weights.arena import XXH3, Checksums, choose_algorithm
 from verl_server.weights.device import CallerOrder, StagingCopies, accelerator
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.verification import XXH3, Checksums, choose_algorithm
 
 if TYPE_CHECKING:
     from verl_server.ranks.coordinator import RankCoordinator

@@ -34,7 +34,7 @@ from verl_server.errors import (
     WeightManifestError,
 )
 from verl_server.types import Json, ServerInfo, WeightUpdateResult
-from verl_server.weights.arena import Arena, Layout, ReceivedReport, Report
+from verl_server.weights.arena import Arena, Layout, ReceivedReport, Report, shares_are_complete
 from verl_server.weights.device import StagingCopies, accelerator, as_current
 from verl_server.weights.manifest import Manifest
 from verl_server.weights.transports.base import ReceivingRank, Sender, UpdateAttempt, receiving_ranks
@@ -60,7 +60,6 @@ from verl_server.weights.update.updater import (
     open_session,
     resume_unchanged,
 )
-from verl_server.weights.verification import shares_are_complete
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 
 from verl_server.errors import ServerDiedError, ShutDownError, UnsupportedError, VerlServerError, from_wire, to_wire
 from verl_server.types import Json, ServerInfo, TensorSpec, WeightUpdateResult
+from verl_server.weights.arena import Checksums, choose_algorithm
 from verl_server.weights.buckets import (
     CHECKSUM_READER,
     NUM_BUCKETS,
@@ -60,7 +61,6 @@ from verl_server.weights.update.updater import (
     open_session,
     resume_unchanged,
 )
-from verl_server.weights.verification import Checksums, choose_algorithm
 
 # -- Server session ---------------------------------------------------------------------------------
 

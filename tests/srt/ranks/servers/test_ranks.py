@@ -42,13 +42,12 @@ from verl_server.ranks import shared_meshes
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement, reachable_address
 from verl_server.types import TensorSpec
-from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.arena import XXH3, Arena, compute_checksum, plan_arena
 from verl_server.weights.manifest import Manifest, read_manifest
 from verl_server.weights.update.options import UpdateOptions
 from verl_server.weights.update.source import ShardWriter, StagedChecksums
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks
-from verl_server.weights.verification import XXH3, compute_checksum
 
 
 def _one_engine(rank: int, world: int, folder: str) -> tuple[list[Any], list[Any]]:

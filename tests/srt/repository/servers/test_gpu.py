@@ -29,10 +29,9 @@ from verl_server.adapter.sglang.replies import released_memory
 from verl_server.platforms.scheduler_hooks import add_state
 from verl_server.server.process import ServerProcess
 from verl_server.types import TensorSpec
-from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.arena import POSITIONAL_SUM, Arena, Checksums, compute_checksum, plan_arena, positional_sum
 from verl_server.weights.buckets import DeviceBucketMemory
 from verl_server.weights.device import CallerOrder, StagingCopies, copies_on
-from verl_server.weights.verification import POSITIONAL_SUM, Checksums, compute_checksum, positional_sum
 
 MIN_TOLERANCE = {"float32": 5e-3, "bfloat16": 5e-2}
 """Tolerance of log probabilities where Hugging Face itself is nearer to the exact values: Triton multiplies float32

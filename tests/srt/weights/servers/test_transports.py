@@ -50,15 +50,14 @@ from verl_server.ranks.channel import Channel
 from verl_server.ranks.coordinator import RankCoordinator
 from verl_server.ranks.placement import compute_placement
 from verl_server.types import Json, ServerInfo, TensorSpec
-from verl_server.weights.arena import Arena, plan_arena
+from verl_server.weights.arena import XXH3, Arena, plan_arena
 from verl_server.weights.manifest import Manifest
-from verl_server.weights.transports import delta, is_streamed, sender_class
-from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
+from verl_server.weights.transports import delta
+from verl_server.weights.transports.base import SenderSettings, UpdateAttempt, is_streamed, sender_class
 from verl_server.weights.transports.distributed import arrival_key, connect_to_store, open_store, wait_for_receivers
 from verl_server.weights.update.options import UpdateOptions
 from verl_server.weights.update.staged import StagedUpdater
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
-from verl_server.weights.verification import XXH3
 
 TRANSPORTS = ["shared_memory", "buckets", "distributed", "distributed_buckets", "delta", "disk"]
 
@@ -810,7 +809,7 @@ class ServersInAnotherContainer(ModelServers):
 
     PROGRAM = """
 import json, sys
-from verl_server.weights.transports import receiver_class
+from verl_server.weights.transports.base import receiver_class
 message = json.loads(sys.stdin.read())
 receiver_class(message["transport"]).open_only(message, 0)
 """
