@@ -192,12 +192,11 @@ def test_control_calls_refuse(untouched: Any) -> None:
         (lambda: adapter.abort_request(""), "rid"),
         (lambda: adapter.update_weights_from_tensor([]), "0 payloads for 1 TP ranks"),
         (lambda: adapter.update_weights_from_tensor(["a", "b"]), "2 payloads"),
-        (lambda: adapter.update_weights_from_tensor("abc"), "list of base64"),
-        (lambda: adapter.update_weights_from_tensor([b"abc"]), "list of base64"),
+        (lambda: adapter.update_weights_from_tensor("abc"), "3 payloads"),
+        (lambda: adapter.update_weights_from_tensor([b"abc"]), "not the base64 text"),
         (lambda: adapter.update_weights_from_tensor(["bm90IGEgcGlja2xl"]), "pickle"),
         (lambda: adapter.update_weights_from_distributed([], [], []), "not none"),
         (lambda: adapter.update_weights_from_distributed(["a"], ["float32"], []), "equally many"),
-        (lambda: adapter.update_weights_from_disk(""), "model_path"),
         (lambda: adapter.weights_checker("no_such"), "no_such"),
     ]
     for call, cause in refused:

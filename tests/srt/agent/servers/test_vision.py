@@ -31,7 +31,7 @@ from transformers import (
     Idefics3Processor,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from vision_models import VISION_TOKENS, make_vision_model
+from vision_models import VISION_CHAT_TEMPLATE, VISION_TOKENS, make_vision_model
 from vllm_helpers import needs_vllm
 
 from verl_server import BadInputError, UnsupportedError, VerlEngine
@@ -454,7 +454,9 @@ def test_sources_of_one_image_are_the_same_image(model: VisionModel, tmp_path: P
 
 
 def test_images_need_a_processor(model: VisionModel, tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path, special_tokens=SPECIAL_TOKENS + VISION_TOKENS)
+    tokenizer = make_tokenizer(
+        tmp_path, special_tokens=SPECIAL_TOKENS + VISION_TOKENS, chat_template=VISION_CHAT_TEMPLATE
+    )
     policy = ScriptedGenerateFn(tokenizer, lambda _: "x")
 
     async def run(renderer: ChatRenderer) -> None:
