@@ -109,9 +109,13 @@ def without_half_characters(raw: bytes) -> bytes:
 def encode_json(body: Any) -> bytes:
     """The JSON text of `body`; numpy scalars become numbers. Raises BadInputError for a value that is not JSON."""
     try:
-        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(body, default=_refuse, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        raise BadInputError(f"the request cannot be sent as JSON: {error}") from error
+        raise BadInputError(f"the request cannot be sent as JSON: {error.__cause__ or error}") from error
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"a {type(value).__name__} is no JSON value{tolist_hint(value)}")
 
 
 def tolist_hint(value: Any) -> str:

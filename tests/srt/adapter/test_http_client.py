@@ -30,6 +30,7 @@ from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, Se
 from verl_server.router.client import RouterClient
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import StaticReplicas
+from verl_server.server.launch import PortReservation
 from verl_server.server.process import ExitNotifier, ExitStatus, SchedulerCpu, ServerPids
 from verl_server.types import Json
 
@@ -517,12 +518,11 @@ def test_all_requests_go_to_one_address_of_a_server_with_several(
 
     async def run() -> None:
         first, second = list[str](), list[str]()
-        async with (
-            serving(process_server(process, paths=first), host="::1") as url,
-            contextlib.AsyncExitStack() as stack,
-        ):
-            port = int(url.rpartition(":")[2])
+        reservation = PortReservation("127.0.0.1")  # connections of other programs take ports of IPv4 all the time
+        port = reservation.port
+        async with serving(process_server(process, paths=first), port, "::1"), contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(serving(process_server(process, paths=second), port))
+            reservation.release()
             let_name_have(["127.0.0.4", "::1", "127.0.0.1"], monkeypatch)
             adapter = AsyncHttpServerEngineAdapter.attach(f"http://policy.invalid:{port}", config=AdapterConfig())
             for _ in range(6):

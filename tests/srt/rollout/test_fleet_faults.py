@@ -631,9 +631,10 @@ def test_streams_on_another_rank_wait_at_the_same_time_and_leave_no_thread() -> 
         with pytest.raises(asyncio.CancelledError):
             await readers[0]
 
+    before = set(threading.enumerate())
     asyncio.run(run())
     wait_until(
-        lambda: not [thread for thread in threading.enumerate() if "verl-server-call" in thread.name],
+        lambda: not [each for each in set(threading.enumerate()) - before if "verl-server-call" in each.name],
         10.0,
         "a thread waits for an event of a stream that has ended",
     )

@@ -376,9 +376,12 @@ def _message(body: Json) -> Json:
         )
     payloads: Any = body.get("serialized_named_tensors")
     try:
-        return parse_message(payloads[0])
+        message = parse_message(payloads[0])
     except (ValueError, TypeError, IndexError, KeyError) as error:
         raise BadInputError(f"the payload is not a message of VerlEngine: {error}") from error
+    if missing := {"transport", "update_id", "verify"} - message.keys():
+        raise BadInputError(f"the message of an update needs {sorted(missing)}")
+    return message
 
 
 async def set_version(state: ServerState, calls: InnerCalls, body: Json) -> Json:
