@@ -141,7 +141,7 @@ class RayServer(ExitNotifier):
             except RayError as error:
                 self.note_exit(ExitStatus(f"its Ray actor: {first_line(error)}", None, ""))
                 return
-            except (Exception, SystemExit) as error:  # Ray itself was shut down
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - Ray itself was shut down
                 self.note_exit(ExitStatus(f"Ray: {first_line(error)}", None, ""))
                 return
             nodes = [SchedulerCpu(**report["cpu"]) for report in reports if report["cpu"] is not None]
