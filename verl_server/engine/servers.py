@@ -585,10 +585,11 @@ def _require_divisible_heads(server_args: Mapping[str, Any]) -> None:
 
     A model whose `config.json` is not on this machine is not checked.
     """
-    tp, heads = (
-        int(server_args.get("tp_size") or 1),
-        read_facts(read_model_config(str(server_args["model_path"]))).heads,
-    )
+    tp = int(server_args.get("tp_size") or 1)
+    try:
+        heads = read_facts(read_model_config(str(server_args["model_path"]))).heads
+    except (OSError, ValueError):
+        return  # SGLang says what is wrong with the file
     is_other = any(server_args.get(name) for name in OTHER_DIVISIONS) or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
     if heads % tp and not is_other:
         raise BadInputError(
