@@ -35,7 +35,8 @@ from verl_server.ranks.placement import compute_placement
 from verl_server.ranks.shared_meshes import engine_ended, engine_started
 from verl_server.threads import call_in_thread
 from verl_server.types import Json, WeightUpdateResult
-from verl_server.validation import check_arguments, is_list, to_plain
+from verl_server.validation import check_arguments, is_list, is_whole_number, to_plain
+from verl_server.weights.manifest import fused_with
 from verl_server.weights.update.options import Servers, UpdateOptions
 from verl_server.weights.update.updater import EngineRanks, WeightUpdater
 
@@ -222,16 +223,18 @@ class LoraAdapters:
     def __init__(self, server_args: Mapping[str, Any]) -> None:
         """`server_args`: SGLang's arguments of the servers, as far as the caller knows them."""
         self._names = set(lora_paths_by_name(server_args.get("lora_paths")))
+        self._max_rank, self._targets = server_args.get("max_lora_rank"), server_args.get("lora_target_modules")
 
     def load(self, backend: Servers, name: str, tensors: Mapping[str, torch.Tensor], config: Json) -> None:
         """Load a LoRA adapter. A LoRA adapter of the same name is removed first, when no request uses it any more.
 
         This includes a LoRA adapter that the servers loaded when they started. When the load fails, no LoRA adapter has
         the name, and requests for it are refused. Raises BadInputError, and removes nothing, for a name that is no
-        string or is empty.
+        string or is empty, and for a LoRA adapter that is too large for the arguments of the servers.
         """
         if not isinstance(name, str) or not name:
             raise BadInputError(f"the name of a LoRA adapter must be a string, and not empty; got {name!r}")
+        self._require_capacity(config)
         if name in self._names:
             self.unload(backend, name)
         backend.load_lora_adapter(name, tensors, config)
@@ -242,6 +245,21 @@ class LoraAdapters:
         self.require(backend, name)
         self._names.discard(name)
         backend.unload_lora_adapter(name)
+
+    def _require_capacity(self, config: Json) -> None:
+        """Raise BadInputError for a LoRA adapter that the servers refuse only after the one of its name is removed."""
+        problem, argument, limit = "", "max_lora_rank", self._max_rank
+        if is_whole_number(limit) and config["r"] > limit:
+            problem = f"rank {config['r']}"
+        elif is_list(self._targets) and "all" not in self._targets:
+            served = {part for target in self._targets for part in fused_with(str(target).rpartition(".")[2])}
+            if unserved := sorted(set(config["target_modules"]) - served):
+                problem, argument, limit = f"the target modules {unserved}", "lora_target_modules", self._targets
+        if problem:
+            raise BadInputError(
+                f"the LoRA adapter has {problem}, but the servers were started with {argument}={limit}",
+                argument=argument,
+            )
 
     def require(self, backend: Servers, lora_path: Any) -> None:
         """Raise BadInputError unless a request's LoRA adapters are all loaded. `lora_path`: a name or a list.

@@ -296,9 +296,14 @@ def visible_uuids() -> list[str]:
 
 @contextlib.contextmanager
 def _runtime_on(device_index: int) -> Iterator[Any]:
-    """NVIDIA's bindings of the CUDA runtime, with a GPU as the current device of this thread in the body."""
-    from cuda.bindings import runtime
+    """NVIDIA's bindings of the CUDA runtime, with a GPU as the current device of this thread in the body.
 
+    Raises UnsupportedError if the bindings are not installed.
+    """
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise UnsupportedError(f"the weight transport 'cuda_ipc' needs the package cuda-bindings: {error}") from error
     with torch.cuda.device(device_index):
         _call(runtime.cudaSetDevice, device_index)
         yield runtime

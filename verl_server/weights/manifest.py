@@ -272,6 +272,9 @@ def explain_unknown_name(name: str, known: Collection[str]) -> str:
         if (end := ".".join(plain[start:])) in known:
             prefixes = wrappers or [".".join(plain[:start]) + "."]
             return f": remove {' and '.join(map(repr, prefixes))} from the names: {end!r}"
+    for fused, parts in SERVER_FUSED_NAMES.items():
+        if fused in components and any(parts[0] in each for each in known):
+            return f": SGLang makes {fused} inside the server. Push the tensors of the checkpoint: {', '.join(parts)}"
     return did_you_mean(name, known)
 
 

@@ -116,6 +116,7 @@ def test_the_arguments_of_the_fleet_do_not_go_to_the_engine(started: tuple[Recor
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"mode": "colocated"}, "mode='colocated' takes no weights"),
         ({"replicas": 0}, "replicas must be greater than or equal to 1, got 0"),
         ({"weights": "disk"}, "weights must be an instance of WeightsConfig"),
     ],
@@ -174,9 +175,32 @@ class GRPOConfig:
     n_gpu = 1
 
 
+class AsyncGRPOConfig(GRPOConfig):
+    """TRL's default."""
+
+    token_budget = None
+
+
+class RewardModel:
+    """A model of transformers: it is callable."""
+
+    def __call__(self, **_: Any) -> None:
+        pass
+
+    def from_pretrained(self) -> None:
+        pass
+
+
+FUNCTIONS = "reward_funcs must be a function or a list of functions.* For a reward model"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"reward_funcs": "org/rm"}, FUNCTIONS),
+        ({"reward_funcs": RewardModel()}, FUNCTIONS),
+        ({"reward_funcs": []}, FUNCTIONS),
+        ({"args": AsyncGRPOConfig()}, "without a token_budget"),
         ({"start_index": "3"}, "start_index must be a valid integer, got '3'"),
         ({"start_index": -1}, "start_index must be greater than or equal to 0, got -1"),
     ],
@@ -421,8 +445,12 @@ def test_rewards_can_be_arrays() -> None:
 
 
 @pytest.mark.parametrize(
-    "result", [1.0, None, np.array(1.0), "ab", {"a": 1.0, "b": 2.0}, ["x", "y"], [[1.0], [2.0]], np.ones((2, 2)), [1.0]]
-)
+    "result",
+    [
+        1.0, None, np.array(1.0), "ab", "10", {"a": 1.0, "b": 2.0}, {0: 0.5, 1: 0.7}, ["x", "y"], [[1.0], [2.0]],
+        np.ones((2, 2)), [1.0],
+    ],
+)  # fmt: skip
 def test_results_that_are_no_rewards(result: Any) -> None:
     def judge(**_: Any) -> Any:
         return result

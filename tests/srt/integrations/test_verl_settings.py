@@ -60,10 +60,50 @@ def test_other_names_are_arguments_of_the_servers() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     names = done.stdout.splitlines()[-1].split()
     assert len(names) > 100
-    sglang = {*names} - {"host"}
+    sglang = {*names} - {"host", "tp_size", "dp_size", "ep_size", "pp_size"}
     assert parse({"verl_server": dict.fromkeys(sglang)}).keys() == sglang
     vllm = VLLM_OPTIONS - set(PLAIN_NAMES.values())
     assert parse({"verl_server": {"engine_kind": "vllm", **dict.fromkeys(vllm)}}).keys() == vllm
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("tp_size", "tensor_model_parallel_size"),
+        ("tensor_parallel_size", "tensor_model_parallel_size"),
+        ("tensor_model_parallel_size", "tensor_model_parallel_size"),
+        ("dp_size", "data_parallel_size"),
+        ("ep_size", "expert_parallel_size"),
+        ("expert_parallel_size", "expert_parallel_size"),
+        ("pp_size", "pipeline_model_parallel_size"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_verl_says_how_many_gpus_a_server_has(name: str, setting: str, engine: str) -> None:
+    """A smaller size in the section would leave GPUs idle without a word."""
+    message = rf"^engine_kwargs\.verl_server\.{name} is refused.*set rollout\.{setting}$"
+    with pytest.raises(BadInputError, match=message):
+        make_spec({"engine_kind": engine, name: 4})
+
+
+# -- sections ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("server_python", "/x"),
+        ("use_forkserver", False),
+        ("timeouts", {"start_s": 3}),
+        ("verl-server", {"log_dir": "x"}),
+        ("sglang", {"max_logprobs": 1, "attention_backend": "triton"}),
+        ("sglang", "triton"),
+    ],
+)
+def test_sections_without_effect(name: str, section: Any) -> None:
+    message = rf"engine_kwargs\.{name}=.* has no effect .* move it into engine_kwargs\.verl_server"
+    with pytest.raises(BadInputError, match=message):
+        parse({name: section, "verl_server": {}})
 
 
 def test_the_own_settings_are_fields_of_two_classes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,14 +211,25 @@ def test_new_server_of_a_fleet_has_the_adapters_of_the_others() -> None:
     assert begun == [True]
 
 
-@pytest.mark.parametrize("name", ["", {"r": 4}])
-def test_an_adapter_without_a_name_is_refused(name: Any) -> None:
-    loras, server = LoraAdapters({"lora_paths": ["a=/models/a"]}), RecordingServer()
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("a", {"r": 16}, "rank 16, but the servers were started with max_lora_rank=8"),
+        ("a", {"target_modules": ["down_proj", "q_proj"]}, r"modules \['down_proj'\], but .*=\['v_proj', 'o_proj'\]"),
+        ("", {}, "the name of a LoRA adapter must be a string"),
+        ({"r": 4}, {}, "the name of a LoRA adapter must be a string"),
+    ],
+)
+def test_a_refused_adapter_leaves_the_adapter_of_that_name_loaded(name: Any, config: Any, message: str) -> None:
+    """SGLang refuses ranks and target modules only when the old LoRA adapter is unloaded already."""
+    server_args = {"lora_paths": ["a=/models/a"], "max_lora_rank": 8, "lora_target_modules": ["v_proj", "o_proj"]}
+    loras, server = LoraAdapters(server_args), RecordingServer()
     backend: Any = server
-    with pytest.raises(BadInputError, match="the name of a LoRA adapter must be a string"):
-        loras.load(backend, name, {}, CONFIG)
+    with pytest.raises(BadInputError, match=message):
+        loras.load(backend, name, {}, {**CONFIG, **config})
     assert server.calls == []
     loras.require(backend, "a")
+    loras.load(backend, "a", {}, CONFIG)  # SGLang fuses q_proj with v_proj
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,8 @@ PEFT_CURE = (
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (f"{MLP}gate_up_proj.weight", "; did you mean '{1}gate_proj.weight'?"),
+        (f"{MLP}gate_up_proj.weight", "inside the server. Push the tensors of the checkpoint: gate_proj, up_proj"),
+        (f"module.{ATTENTION}qkv_proj.weight", "Push the tensors of the checkpoint: q_proj, k_proj, v_proj"),
         (f"module.{ATTENTION}q_proj.weight", ": remove 'module.' from the names: '{0}q_proj.weight'"),
         (f"_orig_mod.{MLP}up_proj.weight", ": remove '_orig_mod.' from the names: '{1}up_proj.weight'"),
         (
@@ -261,9 +262,9 @@ def test_every_mapping_is_accepted(kind: Any) -> None:
     assert torch.equal(writer.gather_on_cpu(given)["x"], torch.ones(2))
 
 
-def test_an_array_of_numpy_is_refused() -> None:
+def test_an_array_of_numpy_is_refused_with_the_cure() -> None:
     pairs: Any = [("x", np.zeros(2))]
-    with pytest.raises(errors.BadInputError, match="'x' is no tensor but ndarray"):
+    with pytest.raises(errors.BadInputError, match=r"'x' is no tensor but ndarray: convert it with torch\.from_numpy"):
         TensorSource(pairs, Manifest({}), check_finite=False)
 
 

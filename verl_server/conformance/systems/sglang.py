@@ -37,7 +37,7 @@ from verl_server.conformance.systems import (
 )
 from verl_server.engine.verl_engine import VerlEngine
 from verl_server.server.launch import PortReservation
-from verl_server.server.warden.processes import list_descendants
+from verl_server.server.warden.processes import find_shared_memory, list_descendants, remove_shared_memory
 
 
 class SglangSystem:
@@ -67,6 +67,8 @@ class SglangSystem:
             self._adapter = HttpServerEngineAdapter.__new__(HttpServerEngineAdapter)
             self._adapter.server_args = ServerArgs(**arguments, port=port)
             self._tree = set()
+        self._files = find_shared_memory([process.pid for process in self._tree])
+        """Files of the processes at the start. When a case has killed the server, nothing else names them."""
         self.url = str(self._adapter.server_args.url())
 
     def update(
@@ -135,6 +137,7 @@ class SglangSystem:
         with remove_processes(self._tree), contextlib.suppress(Exception):  # its own deadline; what is left is killed
             if self._tree:
                 self._adapter.shutdown()
+        remove_shared_memory(self._files)
 
 
 # -- Verl engine ------------------------------------------------------------------------------------

@@ -92,8 +92,7 @@ class RewardFunctions:
             call = object()
             self._running[call] = (name, time.monotonic())
             try:
-                result = await call_user_function(functools.partial(function, **columns))
-                rewards = [None if value is None else float(value) for value in result]
+                rewards = _as_rewards(await call_user_function(functools.partial(function, **columns)))
             except Exception as error:
                 raise VerlServerError(f"reward function {name} failed: {type(error).__name__}: {error}") from error
             finally:
@@ -103,6 +102,16 @@ class RewardFunctions:
                 f"reward function {name} returned {len(rewards)} rewards for {num_completions} completions"
             )
         return rewards
+
+
+def _as_rewards(result: Any) -> list[float | None]:
+    """The rewards in the result of a function. Raises TypeError or ValueError for other results.
+
+    The digits of a text or the keys of a dict would otherwise be taken for rewards.
+    """
+    if isinstance(result, (str, bytes, Mapping)):
+        raise TypeError(f"it must return a list of numbers or None, got a {type(result).__name__}")
+    return [None if value is None else float(value) for value in result]
 
 
 def score_group(names: Sequence[str], values: Sequence[Sequence[Any]]) -> Scores:
@@ -186,7 +195,20 @@ class FleetRolloutWorker:
         self._dataset: Any = train_dataset
         self._version_offset = 0
         """TRL's version of the servers' weights less that of the engine. Both rise by one with each sync."""
-        functions: Any = reward_funcs if is_list(reward_funcs) else [reward_funcs]
+        if args.token_budget is None:  # TRL's default
+            raise BadInputError(
+                "without a token_budget, AsyncGRPOTrainer waits for a vLLM server and asks it: set "
+                "AsyncGRPOConfig(token_budget=...) to the context length of the servers, or to 0 for batches of "
+                "per_device_train_batch_size samples",
+                argument="args",
+            )
+        functions: list[Any] = list(reward_funcs) if is_list(reward_funcs) else [reward_funcs]
+        if not functions or any(not callable(each) or hasattr(each, "from_pretrained") for each in functions):
+            raise BadInputError(
+                "reward_funcs must be a function or a list of functions. For a reward model, write a function that "
+                "calls it",
+                argument="reward_funcs",
+            )
         self._rewards = RewardFunctions(functions)
         self._router, self._tokenizer, self._max_tokens = servers.fleet.router, processing_class, servers.max_tokens
         self._params = trainer_params(args, [processing_class.eos_token_id], sampling_params or {})

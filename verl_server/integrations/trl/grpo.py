@@ -9,7 +9,7 @@ from typing import Any
 
 from verl_server.errors import BadInputError, ServerError, UnsupportedError
 from verl_server.integrations.trl.servers import RolloutServers, require_one_gpu, require_trl
-from verl_server.integrations.trl.weights import named_weights, require_mergeable
+from verl_server.integrations.trl.weights import named_weights, require_mergeable, require_pushable
 from verl_server.types import Json, WeightUpdateResult
 from verl_server.validation import check_arguments
 
@@ -203,7 +203,9 @@ class FleetRolloutFunc:
         if trainer.args.use_vllm:
             raise BadInputError("use_vllm=True starts or needs vLLM of TRL: leave use_vllm out of the GRPOConfig")
         require_one_gpu(trainer.args)
-        require_mergeable(trainer.accelerator.unwrap_model(trainer.model))
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        require_pushable(trainer.accelerator, model)
+        require_mergeable(model)
         if trainer.tools and self._servers.mesh.size() > 1:
             raise UnsupportedError(
                 "TRL's tools= and environment_factory= work with one trainer rank: the ranks would generate different "

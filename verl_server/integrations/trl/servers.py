@@ -21,10 +21,11 @@ from verl_server.config import (
     WeightsConfig,
 )
 from verl_server.engine.verl_engine import VerlEngine
-from verl_server.errors import UnsupportedError
+from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.rollout.fleet import Event
 from verl_server.rollout.launchers.local import Launcher
 from verl_server.rollout.manager import RolloutManager
+from verl_server.rollout.modes import capabilities_of, parse_mode
 from verl_server.validation import check_arguments
 
 if TYPE_CHECKING:
@@ -158,6 +159,8 @@ def start_servers(
     require_trl()
     config = config or AdapterConfig()
     server_args = {"model_path": str(model_path), **server_args}
+    if not capabilities_of(parse_mode(mode)).takes_weights:
+        raise BadInputError(f"a fleet of mode={str(mode)!r} takes no weights: use 'hybrid' or 'standalone'")
     with trainer_mesh() as mesh, contextlib.ExitStack() as stack:
         fleet = None
         if mesh.get_local_rank() == 0:

@@ -20,6 +20,24 @@ if TYPE_CHECKING:
 WRAPPER_PARTS = ("module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
+def require_pushable(accelerator: Any, model: Any) -> None:
+    """Raise UnsupportedError for a model that has parts or packed values instead of its parameters.
+
+    `accelerator`: that of the trainer. `model`: the trainer's model without wrappers of Accelerate.
+    """
+    deepspeed, fsdp = (getattr(accelerator.state, name, None) for name in ("deepspeed_plugin", "fsdp_plugin"))
+    if (deepspeed is not None and deepspeed.zero_stage == 3) or (fsdp is not None and fsdp.fsdp_version != 2):
+        raise UnsupportedError(
+            "DeepSpeed ZeRO-3 and FSDP1 keep the parameters of a model in parts, which cannot be pushed: use FSDP2, "
+            "which is `fsdp_version: 2` in the configuration of accelerate, or ZeRO-2"
+        )
+    if any(getattr(model, name, False) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized")):
+        raise UnsupportedError(
+            "the trainer's model is quantized, and the servers need its whole weights: load it without a "
+            "quantization_config, for example in bfloat16"
+        )
+
+
 def require_mergeable(model: Any) -> None:
     """Raise UnsupportedError for a model whose weights are not those that the servers need.
 

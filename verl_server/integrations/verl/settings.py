@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from verl_server.adapter.engine import with_common_names
 from verl_server.config import AdapterConfig, EngineKind, MemoryTag, RolloutMode, Timeouts, WeightsConfig
-from verl_server.errors import UnsupportedError
+from verl_server.errors import BadInputError, UnsupportedError
 from verl_server.types import Json
 
 if TYPE_CHECKING:
@@ -47,6 +47,15 @@ ADAPTER_SETTINGS = ("engine_kind", "server_python", "log_dir", "use_forkserver",
 """Fields of `AdapterConfig` in the section."""
 WEIGHTS_SETTINGS = ("transport", "folder", "host", "max_staging_bytes")
 """Fields of `WeightsConfig` in the section."""
+ADDED_BY_VERL = {"max_logprobs"}
+"""Options that verl itself writes into the sections of its engines."""
+PARALLEL_SIZES = {
+    "tp": "tensor_model_parallel_size", "tensor_parallel": "tensor_model_parallel_size",
+    "dp": "data_parallel_size", "data_parallel": "data_parallel_size",
+    "ep": "expert_parallel_size", "expert_parallel": "expert_parallel_size",
+    "pp": "pipeline_model_parallel_size", "pipeline_parallel": "pipeline_model_parallel_size",
+}  # fmt: skip
+"""Arguments of the server, without `_size`, that say how many GPUs it has, and the settings of verl that say it."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,21 @@ def parse_own_settings(config: RolloutConfig) -> tuple[OwnSettings, Json]:
     The engine and its interpreter are resolved here: other processes may have other environment variables. The names
     of the arguments are those of SGLang where both engines have the argument.
     """
-    arguments = dict((config.engine_kwargs or {}).get(SECTION) or {})
+    sections = dict(config.engine_kwargs or {})
+    arguments = dict(sections.pop(SECTION, None) or {})
+    for name, section in sections.items():
+        if section not in (None, "", {}) and not (isinstance(section, Mapping) and section.keys() <= ADDED_BY_VERL):
+            raise BadInputError(
+                f"engine_kwargs.{name}={section!r} has no effect with the rollout {SECTION}: move it into "
+                f"engine_kwargs.{SECTION}"
+            )
+    for name in arguments:
+        if setting := PARALLEL_SIZES.get(name.removesuffix("_size").replace("_model_", "_")):
+            raise BadInputError(
+                f"engine_kwargs.{SECTION}.{name} is refused, because verl lends each server the GPUs that its own "
+                f"setting says: set rollout.{setting}",
+                argument=name,
+            )
     adapter, weights = (
         {name: arguments.pop(name) for name in names if name in arguments}
         for names in (ADAPTER_SETTINGS, WEIGHTS_SETTINGS)

@@ -265,8 +265,11 @@ EXPECTED = (
     "named_tensors must be a dict of tensors by name or pairs of name and tensor, for example "
     "model.state_dict().items()"
 )
-
-
+NO_TENSORS = {
+    "ndarray": ": convert it with torch.from_numpy",
+    "ShardedTensor": ": FSDP1 has made it. Gather it first (StateDictType.FULL_STATE_DICT), or use FSDP2",
+}
+"""Classes that callers pass instead of tensors, and the end of the error."""
 ROWS_PER_CHECKSUM = 8192
 """Number of rows of an embedding that are cast at once. Limits the temporary memory."""
 
@@ -466,8 +469,9 @@ def validated_pair(item: Any) -> tuple[str, torch.Tensor]:
         shown = type(item).__name__ if isinstance(item, torch.Tensor) else repr(item)[:100]
         raise BadInputError(f"{EXPECTED}; got the item {shown}")
     name, tensor = item
-    if not isinstance(tensor, torch.Tensor):  # for example the ShardedTensor of FSDP1, or an array of numpy
-        raise BadInputError(f"{name!r} is no tensor but {type(tensor).__name__}", name=name)
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        raise BadInputError(f"{name!r} is no tensor but {kind}{NO_TENSORS.get(kind, '')}", name=name)
     return name, tensor
 
 

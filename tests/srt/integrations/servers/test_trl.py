@@ -20,7 +20,7 @@ from verl_server import UnsupportedError, VerlServerError
 from verl_server.cpu.trl_attention import torch_tree_attention
 from verl_server.integrations.trl.async_grpo import RewardFunctions, score_group
 from verl_server.integrations.trl.servers import TRL_VERSION, require_trl
-from verl_server.integrations.trl.weights import require_mergeable
+from verl_server.integrations.trl.weights import require_mergeable, require_pushable
 
 ROOT = Path(__file__).parents[4]
 TRL_VENV = ROOT / ".venv-trl"
@@ -211,6 +211,22 @@ def test_models_whose_weights_cannot_be_merged(model: dict[str, Any], message: s
     require_mergeable(SimpleNamespace())
     with pytest.raises(UnsupportedError, match=message):
         require_mergeable(SimpleNamespace(**model))
+
+
+@pytest.mark.parametrize(
+    ("state", "model", "message"),
+    [
+        ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, {}, "ZeRO-3 and FSDP1 keep .* in parts"),
+        ({"fsdp_plugin": SimpleNamespace(fsdp_version=1)}, {}, "ZeRO-3 and FSDP1 keep .* in parts"),
+        ({}, {"is_loaded_in_4bit": True}, "quantized"),
+        ({}, {"is_loaded_in_8bit": True}, "quantized"),
+    ],
+)
+def test_models_whose_weights_cannot_be_pushed(state: dict[str, Any], model: dict[str, Any], message: str) -> None:
+    allowed = {"deepspeed_plugin": SimpleNamespace(zero_stage=2), "fsdp_plugin": SimpleNamespace(fsdp_version=2)}
+    require_pushable(SimpleNamespace(state=SimpleNamespace(**allowed)), SimpleNamespace())
+    with pytest.raises(UnsupportedError, match=message):
+        require_pushable(SimpleNamespace(state=SimpleNamespace(**state)), SimpleNamespace(**model))
 
 
 def test_rewards_of_a_group() -> None:

@@ -461,7 +461,7 @@ def test_generation_continues_after_any_exception_before_the_load(
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=["interrupt", "buckets"])
-def test_generation_continues_when_the_bucketss_cannot_be_opened(
+def test_generation_continues_when_the_buckets_cannot_be_opened(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"a": 4}
