@@ -27,7 +27,9 @@ def encode_json(body: Any) -> bytes:
     try:
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError as error:
-        raise BadInputError(f"the request cannot be sent as JSON: {error}") from error
+        raise BadInputError(
+            f"the request cannot be sent as JSON: {error}; convert tensors and arrays with .tolist()"
+        ) from error
 
 
 def tolist_hint(value: Any) -> str:
