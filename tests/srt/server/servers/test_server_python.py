@@ -379,7 +379,7 @@ def test_doctor_checks_the_environment_of_the_server(tmp_path: Path, other: Path
     assert "0.0.9 there" in found["verl_server"]["detail"]
     assert found["verl_server"]["fix"].startswith(f"{stale} -m pip uninstall verl-server")
     found = examine(sys.executable, tmp_path / "gone")
-    assert "does not exist" in found["Interpreter"]["detail"]
+    assert "is no executable file" in found["Interpreter"]["detail"]
     assert found["code"]["code"] == "1"
 
 
