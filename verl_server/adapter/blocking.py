@@ -67,6 +67,9 @@ class EventLoopThread:
             raise ShutDownError("the adapter was shut down during this call") from None
         finally:
             future.cancel()  # after an interrupt; a future that is done is not changed
+            del (
+                future
+            )  # the traceback of its error refers to this frame: a cycle, which would keep the caller's objects
 
     def submit(self, coroutine: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
         """Start a coroutine without waiting. Cancelling the returned future cancels the coroutine.

@@ -9,9 +9,10 @@ check.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -151,7 +152,8 @@ class RouterWorkers:
         if self._may_send(entry, "POST"):
             worker = {"url": entry.url, "api_key": entry.api_key}
             reply = self._send(session, "POST", "/workers", entry.url, json=worker)
-            entry.worker_id = str(reply.json()["worker_id"])
+            with self._explain_replies():
+                entry.worker_id = str(reply.json()["worker_id"])
         return False
 
     def _remove(self, session: requests.Session, entry: _Entry, listed_id: str | None) -> bool:
@@ -191,19 +193,14 @@ class RouterWorkers:
     def _list(self, session: requests.Session) -> dict[str, str]:
         """Ids of all workers in the list, by URL."""
         reply = self._send(session, "GET", "/workers", "GET /workers")
-        try:
+        with self._explain_replies():
             return {str(worker["url"]): str(worker["id"]) for worker in reply.json()["workers"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ServerError(
-                f"{self.router_url} does not answer as an sglang-router does ({type(error).__name__}: {error}): "
-                "check router_ip and router_port",
-                url=self.router_url,
-            ) from error
 
     def _knows(self, session: requests.Session, entry: _Entry) -> bool:
         """Whether the router has the worker or checks it: not after a check that has failed."""
         reply = self._send(session, "GET", f"/workers/{entry.worker_id}", entry.url)
-        return reply.status_code != 404 and (reply.json().get("job_status") or {}).get("status") != "failed"
+        with self._explain_replies():
+            return reply.status_code != 404 and (reply.json().get("job_status") or {}).get("status") != "failed"
 
     def _send(
         self, session: requests.Session, method: str, path: str, subject: str, **arguments: Any
@@ -218,6 +215,18 @@ class RouterWorkers:
                 status=reply.status_code,
             )
         return reply
+
+    @contextlib.contextmanager
+    def _explain_replies(self) -> Iterator[None]:
+        """A reply of another form is a ServerError, which callers of `bring_to` expect: their threads go on."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ServerError(
+                f"{self.router_url} does not answer as an sglang-router does ({type(error).__name__}: {error}): "
+                "check router_ip and router_port",
+                url=self.router_url,
+            ) from error
 
 
 class RouterRegistration:

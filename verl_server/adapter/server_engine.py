@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from verl_server.adapter.model_files import read_facts, read_model_config
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError
 from verl_server.server.launch import LaunchedServer
@@ -65,6 +66,13 @@ COMPUTED: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+#: Server arguments with which attention is divided by another number than `tp_size`, or by sizes that are not those of
+#: the model's own `config.json`.
+OTHER_DIVISIONS = (
+    "enable_dp_attention", "attn_dp_size", "attn_cp_size", "dcp_size", "json_model_override_args", "revision",
+)  # fmt: skip
+
+
 def with_checked_numbers(args: ServerArgs) -> Json:
     """A copy with whole numbers for `COMPUTED`, also where they are texts. Raises BadInputError for other values."""
     checked = dict(args)
@@ -80,8 +88,9 @@ def with_checked_numbers(args: ServerArgs) -> Json:
 def require_common_args(args: ServerArgs) -> None:
     """Raise BadInputError for arguments that no server of this library can have.
 
-    They are: no model or a model folder that is missing, a key that the log of the server cannot hide, and a value that
-    cannot travel to the server process as JSON. A relative model without `./` may be the name of a model on a hub.
+    They are: no model or a model folder that is missing, a key that the log of the server cannot hide, a value that
+    cannot travel to the server process as JSON, and a `tp_size` that does not divide the model's attention heads. A
+    relative model without `./` may be the name of a model on a hub.
     """
     model = require_model_path(args)
     if model.startswith(("/", "./", "../", "~")) and not Path(os.path.expanduser(model)).exists():
@@ -98,6 +107,28 @@ def require_common_args(args: ServerArgs) -> None:
                 f"got {type(value).__name__}: {error}. If {name!r} is not meant for the server, check the spelling",
                 argument=name,
             ) from error
+    _require_divisible_heads(os.path.expanduser(model), args)
+
+
+def _require_divisible_heads(model_path: str, args: ServerArgs) -> None:
+    """Raise BadInputError if `tp_size` ranks cannot divide the attention heads: an engine ends after its imports then.
+
+    Reads the model's `config.json`. A model whose configuration is not on this machine is not checked.
+    """
+    tp_size = args.get("tp_size") or 1
+    if tp_size == 1 or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or any(map(args.get, OTHER_DIVISIONS)):
+        return
+    try:
+        heads = read_facts(read_model_config(model_path)).heads
+    except (OSError, ValueError, TypeError, AttributeError):
+        return  # the engine reports what is wrong with the file
+    if heads % tp_size:
+        choices = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise BadInputError(
+            f"tp_size={tp_size} cannot divide the {heads} attention heads of the model {model_path}; use one of "
+            f"{choices}. VerlEngine sets tp_size to the number of its trainer ranks unless tp_size is given",
+            argument="tp_size",
+        )
 
 
 def require_free_port(server_args: ServerArgs) -> None:

@@ -165,11 +165,15 @@ def load_tokenizer(name: str, hint: str) -> Any:
     folder = Path(os.path.expanduser(name))
     try:
         if folder.exists():
-            return AutoTokenizer.from_pretrained(str(folder))
-        return AutoTokenizer.from_pretrained(name, local_files_only=not _is_on_hub(name))
+            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not _is_on_hub(name))
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise BadInputError(f"the tokenizer {name!r} cannot be loaded: {reason}; {hint}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes one without files for some models
+        raise BadInputError(f"the tokenizer {name!r} cannot be loaded: it has no files of a tokenizer; {hint}")
+    return tokenizer
 
 
 def _is_on_hub(name: str) -> bool:

@@ -1,8 +1,8 @@
 """`verl-server doctor`: checks whether this machine can run servers, and whether a model fits on it.
 
 Each file checks one topic. The `check_*` functions are pure: they turn values into findings. The `probe_*` functions
-and `examine` read the machine. No function starts a server or changes the machine. What a start of a server refuses
-with words of its own is not checked here, except for the environment of its interpreter.
+and `examine` read the machine. No function starts a server or changes the machine. What this library refuses at once,
+before it starts a server, is not checked here, except for the environment of the interpreter and the ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def examine(
 
     wanted = None if engine_kind is None else parse_engine_kind(engine_kind)
     facts = machine.probe()
-    found, kind = engine.examine_environment(server_python or sys.executable, facts, wanted)
+    found, kind, folder = engine.examine_environment(server_python or sys.executable, facts, wanted)
     sections = {
         "Packages" if server_python is None else f"Server {server_python}": found,
         "Compute": machine.examine_compute(facts),
@@ -48,9 +48,11 @@ def examine(
     }
     if kind is EngineKind.VLLM:
         on_cpu = facts.accelerator is None
-        sections["System"].append(engine.check_variables(os.environ, tp=tp, free=available_memory(), on_cpu=on_cpu))
+        sections["System"] += engine.check_variables(os.environ, tp=tp, free=available_memory(), on_cpu=on_cpu)
     if model is not None:
-        sections[f"Model {model}"] = examine_checkpoint(model, facts, tp=tp, dtype=dtype, kind=kind)
+        sections[f"Model {model}"] = examine_checkpoint(
+            model, facts, tp=tp, dtype=dtype, kind=kind, engine_folder=folder
+        )
     return sections
 
 

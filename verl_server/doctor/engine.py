@@ -46,7 +46,7 @@ KERNELS = ("flashinfer-python", "sgl-kernel", "sglang-kernel")
 PROJECT, CPU_BUILD = DISTRIBUTIONS
 #: Variable that makes vLLM select its CPU platform, whatever its version is called.
 TARGET_DEVICE = "VLLM_TARGET_DEVICE"
-KV_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+KV_CACHE, PORT = "VLLM_CPU_KVCACHE_SPACE", "VLLM_PORT"
 
 
 def installed_version(name: str) -> str | None:
@@ -59,11 +59,11 @@ def installed_version(name: str) -> str | None:
 
 def examine_environment(
     server_python: Path | str, hardware: Hardware, engine_kind: EngineKind | None
-) -> tuple[list[Finding], EngineKind]:
+) -> tuple[list[Finding], EngineKind, Path | None]:
     """Check the environment of an interpreter, which is started for this with a deadline.
 
     `engine_kind`: the engine of the servers; None is the engine that the environment has, SGLang if it has none.
-    Returns the engine as well.
+    Returns the engine and the folder of its package as well.
     """
     try:
         path = interpreter_path(server_python)
@@ -82,10 +82,14 @@ def examine_environment(
             symptom=f"{type(error).__name__} when a server starts",
             fix="Pass the path of a Python interpreter, 3.11 or newer, for example /opt/sglang/bin/python.",
         )
-        return [finding], engine_kind or EngineKind.SGLANG
+        return [finding], engine_kind or EngineKind.SGLANG, None
     python = shlex.quote(path)
     pip = f"{python} -m pip"
+    place = report.folders.get(kind.value)
+    folder = None if place is None else Path(place)
     found = [ok("Python", ".".join(map(str, report.python)))]
+    if folder is not None:
+        found.append(check_bytecode(folder, os.environ, python=python))
     if not is_own:
         found.append(check_own_package(report, pip=pip))
     if kind is EngineKind.VLLM:
@@ -94,14 +98,14 @@ def examine_environment(
         if report.folders.get(PROJECT) is not None:
             found += check_packages(VLLM, report, pip=pip, nvidia=True)
             found.append(check_vllm_platform(report.versions, os.environ, has_accelerator=has_accelerator))
-        return found, kind
+        return found, kind, folder
     sglang = report.versions.get("sglang")
     has_sources = sglang is None and report.folders.get("sglang") is not None
     found.append(ok("SGLang", "sources without an installed version") if has_sources else check_sglang(sglang, pip=pip))
     found += check_packages(SGLANG, report, pip=pip, nvidia=hardware.accelerator == "cuda")
     is_here = is_own or report.has_package  # otherwise servers get the plugin from the copy of this side
     plugins = report.plugins if is_here else _our_plugins()
-    return [*found, check_sglang_platform(plugins, os.environ, accelerator=hardware.accelerator)], kind
+    return [*found, check_sglang_platform(plugins, os.environ, accelerator=hardware.accelerator)], kind, folder
 
 
 def _read(path: str, profile: EngineProfile, *, is_own: bool) -> InterpreterReport:
@@ -172,20 +176,33 @@ def check_vllm(report: InterpreterReport, *, pip: str) -> Finding:
     return ok("vLLM", f"{name} {version} ({supported})")
 
 
+def check_bytecode(folder: Path, environment: Mapping[str, str], *, python: str) -> Finding:
+    """Check that the modules of an engine's package are compiled, or will be. `environment`: that of its servers."""
+    if (folder / "__pycache__").is_dir():
+        return ok("Bytecode", "the modules of the engine are compiled")
+    if os.access(folder, os.W_OK) and not environment.get("PYTHONDONTWRITEBYTECODE"):
+        return ok("Bytecode", "the first start of a server compiles the modules of the engine")
+    return warn(
+        "Bytecode",
+        "the modules of the engine are not compiled, and Python does not write bytecode (PYTHONDONTWRITEBYTECODE is "
+        "set, or the folder is read-only)",
+        symptom="every start of a server takes more than 60 s instead of 15 s",
+        fix=f"{python} -m compileall -q -j 0 {shlex.quote(str(folder.parent))}",
+    )
+
+
 def check_packages(profile: EngineProfile, report: InterpreterReport, *, pip: str, nvidia: bool) -> list[Finding]:
     """Check the packages of an engine. `nvidia`: whether its servers need the kernels for NVIDIA GPUs."""
     wanted = parse_requirements(report.requirements)
     names = [*SHOWN, *(name for name in KERNELS if name in wanted and profile is SGLANG)]
     missing = [name for name in profile.modules if name != profile.distribution and report.folders.get(name) is None]
-    return [
-        *(
-            check_package(
-                name, report.versions.get(name), wanted.get(name, ""), needed=nvidia or name in SHOWN, pip=pip
-            )
-            for name in names
-        ),
-        *(check_package(name, None, "", pip=pip) for name in missing),
-    ]
+    found = []
+    for name in names:
+        installed, here = report.versions.get(name), installed_version(name)
+        finding = check_package(name, installed, wanted.get(name, ""), needed=nvidia or name in SHOWN, pip=pip)
+        is_other = name in SHOWN and here not in (None, installed)  # can explain different results of both sides
+        found.append(replace(finding, detail=f"{finding.detail} ({here} on this side)") if is_other else finding)
+    return found + [check_package(name, None, "", pip=pip) for name in missing]
 
 
 def check_package(name: str, installed: str | None, wanted: str, *, needed: bool = True, pip: str = "pip") -> Finding:
@@ -282,21 +299,32 @@ def check_vllm_platform(
     )
 
 
-def check_variables(environment: Mapping[str, str], *, tp: int, free: int, on_cpu: bool) -> Finding:
+def check_variables(environment: Mapping[str, str], *, tp: int, free: int, on_cpu: bool) -> list[Finding]:
     """Check the variables of vLLM that a server would inherit. `free`: bytes of free memory of the machine."""
-    size = environment.get(KV_CACHE, "")
-    if on_cpu and size.isdigit() and int(size) * 2**30 * tp > free:
-        return fail(
+    size, port = environment.get(KV_CACHE, ""), environment.get(PORT, "")
+    problems = (
+        (
             KV_CACHE,
+            on_cpu and size.isdigit() and int(size) * 2**30 * tp > free,
             f"{size} GiB for each of {tp} workers, free memory {gib(free)}",
-            symptom="the server ends during its start with out of memory or `killed by SIGKILL`: the cache is resident "
-            "at once",
-            fix=f"unset {KV_CACHE}, or export {KV_CACHE}=1",
-        )
+            "out of memory or `killed by SIGKILL`: the cache is resident at once",
+        ),
+        (
+            PORT,
+            PORT in environment and not port.isdigit(),
+            f"{port!r} is not a port; Kubernetes sets it in all containers beside a service that is called vllm",
+            "VLLM_PORT appears to be a URI",
+        ),
+    )
+    found = [
+        fail(name, detail, symptom=f"the server ends during its start: {end}", fix=f"unset {name}")
+        for name, is_wrong, detail, end in problems
+        if is_wrong
+    ]
     replaced = sorted(name for name in FIXED_VARIABLES if name in environment)
     inherited = sorted(name for name in environment if name.startswith("VLLM_") and name not in replaced)
     texts = [
         f"inherited by servers: {', '.join(inherited)}" if inherited else "",
         f"replaced in servers: {', '.join(replaced)}" if replaced else "",
     ]
-    return ok("Variables", "; ".join(filter(None, texts)) or "no variable of vLLM is set")
+    return [*found, ok("Variables", "; ".join(filter(None, texts)) or "no variable of vLLM is set")]

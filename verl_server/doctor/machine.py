@@ -9,10 +9,11 @@ import os
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -223,7 +224,7 @@ def examine_memory() -> list[Finding]:
 
 
 # -- Limits -----------------------------------------------------------------------------------------
-# Checks of operating system limits, and of the memory through which servers read weights.
+# Checks of operating system limits, of the memory through which servers read weights, and of the local network.
 
 OPEN_FILES = 65536
 PROCESSES = 4096
@@ -270,49 +271,60 @@ def _describe_limit(limit: int, recommended: int) -> str:
     return "unlimited" if limit == UNLIMITED else f"{limit}, recommended {recommended}"
 
 
-def check_staging(problem: str) -> Finding:
-    """Check that a server can read the trainer's staging memory.
-
-    `problem` is the error of another process of this user that opened it, or "" if the process could read it.
-    """
-    if not problem:
-        return ok("Staging memory", "another process of this user can read it (/proc/PID/fd)")
-    return fail(
-        "Staging memory",
-        f"another process of this user cannot open /proc/PID/fd: {problem}",
-        symptom="update_weights_from_tensor fails: the server cannot open the arena",
-        fix="Run the trainer and the server as the same user in the same container (or with --pid=host). Mount /proc "
-        "without hidepid. In a sandbox, allow access to /proc/PID/fd.",
-    )
-
-
 def probe_staging() -> str:
-    """Let a second process read a memory file of this process through /proc/PID/fd, as a weight update does.
-
-    Returns the error, or "" if the second process could read the file.
-    """
-    try:
-        fd = os.memfd_create("verl_server_doctor", os.MFD_CLOEXEC)
-    except (AttributeError, OSError) as error:
-        return str(error)
+    """Let a second process read a memory file of this process through /proc/PID/fd, as a weight update does."""
+    fd = os.memfd_create("verl_server_doctor", os.MFD_CLOEXEC)
     try:
         os.write(fd, MESSAGE)
         command = [sys.executable, "-I", "-S", "-c", READER, f"/proc/{os.getpid()}/fd/{fd}"]
         reader = subprocess.run(command, capture_output=True, timeout=30)
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
     finally:
         os.close(fd)
-    if reader.stdout == MESSAGE:
-        return ""
-    lines = reader.stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "the process read other bytes"
+    if reader.stdout != MESSAGE:
+        lines = reader.stderr.decode(errors="replace").strip().splitlines() or ["the process read other bytes"]
+        raise OSError(f"another process of this user cannot open /proc/PID/fd: {lines[-1]}")
+    return "another process of this user can read it (/proc/PID/fd)"
+
+
+def probe_loopback() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(5.0)
+        with socket.create_connection(server.getsockname(), timeout=5.0):
+            server.accept()[0].close()
+    return "connections over 127.0.0.1 work"
+
+
+#: What each server needs of the system: title, a function that tries it, symptom and fix. The function returns the
+#: detail, or raises the error.
+PROBES: tuple[tuple[str, Callable[[], str], str, str], ...] = (
+    (
+        "Staging memory",
+        probe_staging,
+        "update_weights_from_tensor fails: the server cannot open the arena",
+        "Run the trainer and the server as the same user in the same container (or with --pid=host). Mount /proc "
+        "without hidepid. In a sandbox, allow memfd_create and access to /proc/PID/fd.",
+    ),
+    (
+        "Loopback",
+        probe_loopback,
+        "a server cannot bind 127.0.0.1, or never becomes ready",
+        "Enable the loopback device (ip link set lo up). In a sandbox, allow local sockets.",
+    ),
+)
+
+
+def check_probe(title: str, probe: Callable[[], str], symptom: str, fix: str) -> Finding:
+    """A finding about one of `PROBES`."""
+    try:
+        return ok(title, probe())
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        return fail(title, str(error), symptom=symptom, fix=fix)
 
 
 def examine_limits() -> list[Finding]:
-    """Check the limits of this process and its staging memory."""
+    """Check the limits of this process, and what servers need of the system."""
     return [
-        check_staging(probe_staging()),
+        *(check_probe(*probe) for probe in PROBES),
         check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0]),
     ]

@@ -1,8 +1,9 @@
-"""Checks of a model: whether its files are complete, whether the ranks divide it, and whether it fits into memory."""
+"""Checks of a model: its files, its architecture, whether the ranks divide it, and whether it fits into memory."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -182,6 +183,10 @@ def weights_of_config(folder: Path) -> Weights | None:
 
 # -- Model ------------------------------------------------------------------------------------------
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
+#: Files that name the classes of an engine's models, in the folder of its package.
+MODEL_FILES = {EngineKind.SGLANG: "srt/models/**/*.py", EngineKind.VLLM: "model_executor/models/registry.py"}
+
 
 def find_folder(model: str) -> Path | None:
     """The folder of a model: a path, or the local cache of a model of the Hugging Face Hub. None without a folder."""
@@ -241,6 +246,54 @@ def check_ranks(facts: ModelFacts, tp: int, *, on_cpu: bool) -> Finding:
     return ok(title, f"{facts.heads} heads, {kv}")
 
 
+def check_devices(hardware: Hardware, tp: int) -> list[Finding]:
+    """Check that there are at least as many accelerators as ranks."""
+    if hardware.accelerator is None or tp <= hardware.devices:
+        return []
+    return [
+        fail(
+            "Devices",
+            f"{tp} ranks, but only {hardware.devices} devices",
+            symptom="the server ends during its start with: invalid device ordinal",
+            fix=f"--tp {hardware.devices} or lower, or several nodes (--nnodes)",
+        )
+    ]
+
+
+def check_architecture(facts: ModelFacts, kind: EngineKind, engine_folder: Path | None) -> list[Finding]:
+    """Check whether a file of the engine names the model's class. `engine_folder`: that of the engine's package."""
+    files = list(engine_folder.glob(MODEL_FILES[kind])) if engine_folder else []
+    named = re.compile(rf"\b{re.escape(facts.architecture)}\b")
+    if not files or (facts.architecture and any(named.search(file.read_text(encoding="utf-8")) for file in files)):
+        return []
+    problem = (
+        f"{facts.architecture} is not a model of {kind.label}; its slower transformers backend can perhaps serve it"
+    )
+    return [
+        warn(
+            "Architecture",
+            problem if facts.architecture else "config.json has no architecture",
+            symptom="generation is slow, or the server ends with: Model architectures [...] are not supported for now",
+            fix="Correct the architectures in config.json, or use another version of the engine or another model. For "
+            "the backend, start the server with --model-impl transformers.",
+        )
+    ]
+
+
+def check_tokenizer(folder: Path) -> Finding:
+    """Check for tokenizer files."""
+    found = sorted({file.name for pattern in TOKENIZER_FILES for file in folder.glob(pattern)})
+    if found:
+        return ok("Tokenizer", ", ".join(found))
+    return warn(
+        "Tokenizer",
+        "the folder has no tokenizer file",
+        symptom="the server ends during its start with OSError: Can't load tokenizer, or texts have wrong tokens",
+        fix="Copy the tokenizer files of the original model into the folder, or serve token ids only with "
+        "--skip-tokenizer-init.",
+    )
+
+
 def check_memory_of(folder: Path, facts: ModelFacts, hardware: Hardware, *, tp: int, dtype: str) -> list[Finding]:
     """Check the weight files and whether the weights fit into the free memory."""
     weights, problems = read_weights(folder)
@@ -258,9 +311,12 @@ def check_memory_of(folder: Path, facts: ModelFacts, hardware: Hardware, *, tp: 
 
 
 def examine_checkpoint(
-    model: str, hardware: Hardware, *, tp: int, dtype: str, kind: EngineKind = EngineKind.SGLANG
+    model: str, hardware: Hardware, *, tp: int, dtype: str, kind: EngineKind, engine_folder: Path | None
 ) -> list[Finding]:
-    """Check a model against this machine and an engine. Starts no server and downloads nothing."""
+    """Check a model against this machine and an engine. Starts no server and downloads nothing.
+
+    `engine_folder`: the folder of the engine's package. None: the architecture is not checked.
+    """
     if (folder := find_folder(model)) is None:
         return [check_missing(model)]
     facts, readable = read_config(folder)
@@ -269,6 +325,9 @@ def examine_checkpoint(
     is_sglang_on_cpu = kind is EngineKind.SGLANG and hardware.accelerator is None
     return [
         readable,
+        *check_architecture(facts, kind, engine_folder),
         check_ranks(facts, tp, on_cpu=is_sglang_on_cpu),
+        *check_devices(hardware, tp),
+        check_tokenizer(folder),
         *check_memory_of(folder, facts, hardware, tp=tp, dtype=dtype),
     ]

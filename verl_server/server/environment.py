@@ -271,9 +271,10 @@ def interpreter_path(setting: Path | str) -> str:
     """
     path = os.path.abspath(os.path.expanduser(setting))
     if not os.path.isfile(path) or not os.access(path, os.X_OK):
+        inner = os.path.join(path, "bin", "python")  # of the folder of an environment
         raise BadInputError(
             f"server_python {path} is no executable file; pass the path of a Python interpreter on the machine of the "
-            "server, for example /opt/sglang/bin/python",
+            f"server, for example {inner if os.path.isfile(inner) else '/opt/sglang/bin/python'}",
             argument="server_python",
         )
     return path

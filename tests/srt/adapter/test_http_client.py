@@ -26,6 +26,7 @@ from stub_servers import serving
 
 from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, RemoteServer, Timeouts
 from verl_server.adapter.blocking import EventLoopThread
+from verl_server.adapter.sglang.replies import require_answers
 from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, ServerError, UnsupportedError
 from verl_server.router.client import RouterClient
 from verl_server.router.dispatcher import Dispatcher
@@ -156,6 +157,26 @@ def test_closed_event_loops_are_not_kept() -> None:
         asyncio.run(run())
     gc.collect()
     assert sum(loop() is not None for loop in loops) <= 1
+
+
+def test_the_error_of_a_blocking_call_is_freed_without_the_garbage_collector() -> None:
+    """Its traceback refers to the frames of the caller, which may hold tensors."""
+    loop, errors = EventLoopThread(), []
+
+    async def fail() -> None:
+        raise ServerError("failed")
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            try:
+                loop.run(fail())
+            except ServerError as error:
+                errors.append(weakref.ref(error))
+    finally:
+        loop.close()
+        gc.enable()
+    assert [error() for error in errors] == [None] * 3
 
 
 @pytest.mark.parametrize("call", [EventLoopThread.run, EventLoopThread.submit])
@@ -407,6 +428,13 @@ def _answer_of(ids: list[int], **meta: Any) -> Json:
     logprobs = [[-0.5, token_id, None] for token_id in ids]
     facts = {"completion_tokens": len(ids), "finish_reason": {"type": "length"}, "output_token_logprobs": logprobs}
     return {"output_ids": ids, "meta_info": {"id": "mine", **facts, **meta}}
+
+
+def test_a_log_probability_of_a_beam_that_is_nan_is_an_error() -> None:
+    """The tokens of beams are not compared with the request, because one reply has those of all beams."""
+    beams = {"output_ids": [5, 6, 7], "meta_info": {"output_token_logprobs": [[-0.5, 5, None], [None, 6, None]]}}
+    with pytest.raises(ServerError, match="output token 1 is NaN"):
+        require_answers(beams, {"input_ids": [1], "sampling_params": {"beam_width": 2}}, 320, "http://h/generate")
 
 
 @pytest.mark.parametrize(

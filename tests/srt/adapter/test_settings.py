@@ -48,6 +48,7 @@ from verl_server.adapter.sglang.requests import (
     unlisted_fields,
 )
 from verl_server.adapter.sglang.server_arguments import WEIGHT_LOADER, validate_server_args
+from verl_server.adapter.vllm import server_arguments as vllm_arguments
 from verl_server.config import TRANSPORTS
 from verl_server.engine.servers import connect_servers
 from verl_server.engine.start import BackendSource
@@ -424,6 +425,9 @@ def test_sampling_params_are_converted(given: Any, sent: Any) -> None:
         ({"logit_bias": {42: float("-inf")}}, "['logit_bias'] must be a finite number, got {42: -inf}"),
         ({"logit_bias": {"4": "high"}}, "['logit_bias'] must be a valid number"),
         ({"stop_token_ids": torch.tensor([5])}, "must be a valid list, got tensor([5]); convert it with .tolist()"),
+        ({"return_logprob": True}, "'return_logprob' is no sampling parameter but an argument of generate"),
+        ({"rid": "a"}, "'rid' is no sampling parameter but an argument of generate: pass it as generate(..., rid=...)"),
+        ({"weight_version": 1}, "'weight_version' is no sampling parameter but an argument of generate"),
     ],
 )
 def test_sampling_params_that_no_server_accepts(params: Any, message: str) -> None:
@@ -580,3 +584,20 @@ def test_every_transport_is_listed() -> None:
     assert {name for name, receiver in receivers.items() if receiver and not inspect.isabstract(receiver)} == {
         *TRANSPORTS
     }
+
+
+@pytest.mark.parametrize("start", [ADAPTER, functools.partial(RolloutManager, 1)], ids=["adapter", "fleet"])
+def test_a_tp_size_that_the_model_cannot_have(start: Any, tmp_path: Path) -> None:
+    """It is refused from the model's `config.json`, before a process is started."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 100}))
+    arguments = {"model_path": str(tmp_path), "tp_size": 3}
+    with pytest.raises(BadInputError, match=r"tp_size=3 cannot divide the 4 attention heads.*; use one of 1, 2, 4\."):
+        start(**arguments)
+    for engine in (validate_server_args, vllm_arguments.validate_server_args):
+        with pytest.raises(BadInputError, match="tp_size=8 cannot divide the 4 attention heads"):
+            engine({**arguments, "tp_size": 8})
+        engine({**arguments, "tp_size": 4})  # a GPU replicates KV heads
+    validate_server_args({**arguments, "enable_dp_attention": True})
+    config.write_text("{")
+    validate_server_args(arguments)

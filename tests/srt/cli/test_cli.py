@@ -48,6 +48,7 @@ def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         (["--api-key", "secret"], API_KEY),
         (["--admin_api_key=secret"], ADMIN_API_KEY),
         (["--port=70000"], "65535"),
+        (["--tp", "3"], "tp_size=3 cannot divide the 4 attention heads"),
         (["--log-dir", "/proc/x"], "log_dir: no file can be created in the folder /proc/x: No such file or directory"),
         (["--log-dir", __file__], f"log_dir: no file can be created in the folder {__file__}: File exists"),
         (["stray"], "stray"),

@@ -275,9 +275,13 @@ def test_the_folder_of_a_page_is_made(make: Any, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    for name, expected in ((str(tmp_path), ""), ("./no/such", "there is no such folder")):
+    weights_only = tmp_path / "weights"
+    weights_only.mkdir()
+    (weights_only / "config.json").write_text('{"model_type": "qwen3"}')
+    cases = ((tmp_path, ""), (weights_only, "it has no files of a tokenizer"), ("./no/such", "there is no such folder"))
+    for name, expected in cases:
         with pytest.raises(BadInputError, match=f"the tokenizer '{name}' cannot be loaded: {expected}.*; pass a"):
-            load_tokenizer(name, "pass a folder")
+            load_tokenizer(str(name), "pass a folder")
 
 
 def test_an_unreachable_hub_is_found_in_time(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from verl_server.adapter.model_files import ModelFacts, read_facts
 from verl_server.adapter.sglang.server_arguments import tp_choices
+from verl_server.config import EngineKind
 from verl_server.doctor import Level, engine, machine, model
 from verl_server.doctor.machine import Gpu, Hardware, parse_gpus, visible
 from verl_server.platforms.limits import available_memory, committable_memory, container_memory
@@ -35,7 +36,8 @@ def test_real_machine_and_real_model(tiny: Callable[..., Path]) -> None:
     failed = [finding for finding in report["findings"] if finding["level"] == "fail"]
     assert (code, report["ok"], failed) == (0, True, [])
     titles = {finding["title"] for finding in report["findings"]}
-    assert {"SGLang", "SGLang platform", "Staging memory", "Open files", "Proxies", "Fits"} <= titles
+    assert {"SGLang", "SGLang platform", "Bytecode", "Staging memory", "Loopback", "Tokenizer", "Fits"} <= titles
+    assert "Architecture" not in titles, "SGLang has the model"
 
 
 def test_an_indivisible_number_of_ranks_fails_and_names_the_fix(tiny: Callable[..., Path]) -> None:
@@ -63,6 +65,15 @@ def test_sglang_versions(version: str | None, level: Level) -> None:
     assert found.level is level
     if version is not None:
         assert "tested: 0.5.23; supported, with probed capabilities: 0.5.15 to 0.5.23" in found.detail
+
+
+def test_bytecode_that_python_cannot_write(tmp_path: Path) -> None:
+    assert engine.check_bytecode(tmp_path, {}, python="python").level is Level.OK, "the first start writes it"
+    missing = engine.check_bytecode(tmp_path, {"PYTHONDONTWRITEBYTECODE": "1"}, python="/opt/python")
+    assert missing.level is Level.WARN
+    assert missing.fix == f"/opt/python -m compileall -q -j 0 {tmp_path.parent}"
+    (tmp_path / "__pycache__").mkdir()
+    assert engine.check_bytecode(tmp_path, {"PYTHONDONTWRITEBYTECODE": "1"}, python="python").level is Level.OK
 
 
 def test_packages_against_the_requirements_of_sglang() -> None:
@@ -240,8 +251,21 @@ def test_limits() -> None:
     assert machine.check_open_files(65536).level is machine.check_open_files(machine.UNLIMITED).level is Level.OK
     assert [machine.check_processes(count).level for count in (100, 1000, 96000)] == [Level.FAIL, Level.WARN, Level.OK]
     assert machine.check_processes(machine.UNLIMITED).level is Level.OK
-    assert machine.check_staging("Permission denied").level is Level.FAIL
-    assert machine.probe_staging() == ""
+
+
+def test_what_each_server_needs_of_the_system() -> None:
+    assert [machine.check_probe(*probe).level for probe in machine.PROBES] == [Level.OK, Level.OK]
+
+    def refuse() -> str:
+        raise OSError("Network is unreachable")
+
+    for title, _, symptom, fix in machine.PROBES:
+        found = machine.check_probe(title, refuse, symptom, fix)
+        assert (found.level, found.detail, bool(found.symptom and found.fix)) == (
+            Level.FAIL,
+            "Network is unreachable",
+            True,
+        )
 
 
 @pytest.mark.parametrize(
@@ -269,6 +293,26 @@ def test_ranks() -> None:
     assert tp_choices(LAYOUT, 4, on_cpu=True) == [2]
     latent = ModelFacts("A", heads=8, kv_heads=3, latent=48)
     assert model.check_ranks(latent, 8, on_cpu=True).level is Level.OK
+    (too_many,) = model.check_devices(Hardware("cuda", devices=2), 4)
+    assert (too_many.level, too_many.detail) == (Level.FAIL, "4 ranks, but only 2 devices")
+    assert not model.check_devices(Hardware("cuda", devices=2), 2)
+    assert not model.check_devices(Hardware(None), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [(EngineKind.SGLANG, "srt/models/qwen3.py"), (EngineKind.VLLM, "model_executor/models/registry.py")],
+)
+def test_architectures(tmp_path: Path, kind: EngineKind, file: str) -> None:
+    source = tmp_path / file
+    source.parent.mkdir(parents=True)
+    source.write_text("class Qwen3ForCausalLM: ...\nclass Qwen3MoeForCausalLMX: ...\n")
+    assert not model.check_architecture(ModelFacts("Qwen3ForCausalLM"), kind, tmp_path)
+    for name, expected in (("Qwen3MoeForCausalLM", f"is not a model of {kind.label}"), ("", "has no architecture")):
+        (found,) = model.check_architecture(ModelFacts(name), kind, tmp_path)
+        assert found.level is Level.WARN
+        assert expected in found.detail
+    assert not model.check_architecture(ModelFacts("Other"), kind, None), "the engine is not installed"
 
 
 def test_facts_of_every_family(tiny: Callable[..., Path]) -> None:
@@ -287,6 +331,9 @@ def test_folders_without_a_model(tmp_path: Path) -> None:
     assert (facts, finding.level) == (None, Level.FAIL)
     (tmp_path / "config.json").write_text("{")
     assert model.read_config(tmp_path)[1].level is Level.FAIL
+    assert model.check_tokenizer(tmp_path).level is Level.WARN
+    (tmp_path / "tekken.json").touch()
+    assert model.check_tokenizer(tmp_path).level is Level.OK
 
 
 def test_weights_are_counted_from_the_headers(tiny: Callable[..., Path], tmp_path: Path) -> None:

@@ -187,6 +187,24 @@ def test_a_router_has_the_admitted_replicas_whatever_requests_are_lost(lost: lis
     assert not router.workers, "not removed at the end"
 
 
+def test_replies_of_another_form_do_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """For example a proxy, or another version of the router, answers for a while."""
+
+    class OtherRouter(SmallRouter):
+        def answer(self, method: str, path: str, body: bytes) -> tuple[int, Json]:
+            code, reply = super().answer(method, path, body)
+            is_odd = method == "POST" and len(self.asked) == 1
+            return (code, {"id": reply["worker_id"]}) if is_odd else (code, reply)
+
+    with OtherRouter().serving() as router, target_at(router.port) as target:
+        router.not_accepted = {WORKER}
+        target.update_statuses([status_of(admitted=True)])
+        wait_until(lambda: "does not answer as an sglang-router does (KeyError" in caplog.text, 10.0, "no warning")
+        router.not_accepted.clear()
+        router.restart()
+        wait_until(lambda: router.workers == [WORKER], 20.0, "not registered")
+
+
 def test_a_replica_that_is_not_accepted_delays_no_other_replica() -> None:
     """The router cannot reach it, so its registration takes until the deadline."""
     with SmallRouter().serving() as router, target_at(router.port) as target:

@@ -95,8 +95,8 @@ def test_the_length_has_sglangs_default() -> None:
     ("arguments", "message"),
     [
         ({"sampling_params": {"max_tokens": 5}}, "no sampling parameter 'max_tokens' for vLLM"),
-        ({"sampling_params": {"temprature": 1}}, "would ignore it silently"),
-        ({"sampling_params": {"return_logprob": True}}, "would ignore it silently"),
+        ({"sampling_params": {"temprature": 1}}, "would ignore it silently; did you mean 'temperature'?"),
+        ({"sampling_params": {"return_logprob": True}}, "'return_logprob' is no sampling parameter but an argument"),
         ({"sampling_params": {"temperature": float("nan")}}, "a finite number"),
         ({"sampling_params": {"top_k": 1.5}}, "a valid integer"),
         ({"sampling_params": {"stop_token_ids": [-1]}}, "greater than or equal to 0"),

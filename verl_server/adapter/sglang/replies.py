@@ -212,6 +212,8 @@ def require_answers(reply: Any, body: Json, vocab_size: int | None, url: str) ->
     is_batch = isinstance(prompts, list) and isinstance(prompts[0], (list, str))
     all_params = params if isinstance(params, list) else [params] * (len(prompts) if is_batch else 1)
     if any(each.get("beam_width") for each in all_params):  # one reply has the tokens of all beams
+        for each in replies:
+            require_logprobs(each)
         return replies
     samples = [each for each in all_params for _ in range(each.get("n") or 1)]
     if isinstance(reply, list) != (is_batch or len(samples) > 1) or len(replies) != len(samples):

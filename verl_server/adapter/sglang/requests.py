@@ -335,9 +335,16 @@ def parse_fields(fields: Mapping[str, Any], *, batch: bool) -> Json:
 
 
 def parse_sampling_params(params: Any, name: str = "sampling_params") -> Json:
-    """A copy of the sampling parameters with the types that JSON has. Raises BadInputError for a wrong type."""
+    """A copy of the sampling parameters with the types that JSON has.
+
+    Raises BadInputError for a wrong type, and for an argument of `generate`: an engine only says that it is unknown.
+    """
     if not (isinstance(params, Mapping) and all(isinstance(key, str) for key in params)):
         raise BadInputError(f"{name} must be a dict with strings as keys, got {params!r:.200}")
+    for key in params.keys() & _ARGUMENTS:
+        raise BadInputError(
+            f"{key!r} is no sampling parameter but an argument of generate: pass it as generate(..., {key}=...)"
+        )
     return _parse(SamplingParams, params, name + "[{!r}]")
 
 
@@ -376,6 +383,8 @@ def plain_request(request: Mapping[str, Any]) -> Json:
 
 #: Fields of a request that `generate_payload` reads itself.
 _PARSED_FIELDS = ("prompt", "input_ids", "sampling_params", "rid")
+#: Arguments of `generate`, which are no sampling parameters.
+_ARGUMENTS = frozenset({*REQUEST_FIELDS, *ROUTER_FIELDS, *_PARSED_FIELDS, "stream"})
 
 
 @dataclass(frozen=True)

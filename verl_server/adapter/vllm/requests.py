@@ -22,6 +22,7 @@ from verl_server.adapter.sglang.requests import (
 from verl_server.config import PauseMode
 from verl_server.errors import BadInputError
 from verl_server.types import Json
+from verl_server.validation import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,10 @@ def to_sampling_params(params: Any) -> Json:
         if name == "max_new_tokens" and value is None:
             del sent["max_tokens"]
         if name not in SAMPLING_NAMES and name not in GRAMMARS:
-            raise BadInputError(f"there is no sampling parameter {name!r} for vLLM, which would ignore it silently")
+            similar = did_you_mean(name, {*SAMPLING_NAMES, *GRAMMARS})
+            raise BadInputError(
+                f"there is no sampling parameter {name!r} for vLLM, which would ignore it silently{similar}"
+            )
         if value is None:
             continue
         if name in GRAMMARS:

@@ -52,7 +52,7 @@ BAD_PARAMS: list[tuple[Any, str]] = [
     ({"json_schema": "{nonsense"}, "grammar|json|JSON"),
     ({"no_such": 1}, "no_such"),
     ({"max_tokens": 4}, "max_tokens"),
-    ({"return_logprob": True}, "return_logprob"),
+    ({"return_logprob": True}, r"pass it as generate\(\.\.\., return_logprob="),
     (3, "must be a dict"),
     ({3: 4}, "strings as keys"),
 ]

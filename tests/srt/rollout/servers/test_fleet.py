@@ -187,7 +187,7 @@ def test_invalid_fleets_are_refused(tiny: Callable[..., Path], fleet: Any) -> No
     for bad, message in (
         ({"mode": "shared"}, "mode must be one of"),
         ({"tp_size": 2, "ep_size": 3}, "ep_size=3 must divide tp_size=2"),
-        ({"tp_size": 3, "nnodes": 2}, "does not spread evenly"),
+        ({"tp_size": 4, "nnodes": 3}, "does not spread evenly"),
         ({"dp_size": 2}, "with dp_size=2: use that many replicas"),
         ({"pp_size": 2}, "pp_size=2: use tp_size"),
         ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE': it has a draft model"),

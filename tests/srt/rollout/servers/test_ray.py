@@ -227,13 +227,13 @@ def test_the_interpreter_of_a_server_is_that_of_its_node(
     launcher: Any, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = AdapterConfig(server_python=tmp_path / "gone")
-    with pytest.raises(BadInputError, match="gone does not exist"):
+    with pytest.raises(BadInputError, match="gone is no executable file"):
         RolloutManager(1, launcher=launcher, model_path=str(tiny("qwen3")), config=config)
 
 
 def test_fleets_that_exceed_the_cluster_are_refused(launcher: Any, tiny: Callable[..., Path]) -> None:
     cases: list[tuple[int, dict[str, Any], str]] = [
-        (1, {"tp_size": 3, "nnodes": 3}, "the cluster has 2"),
+        (1, {"tp_size": 4, "nnodes": 4}, "the cluster has 2"),
         (1, {"tp_size": 4}, "one replica takes 4 of CPU on a node; the largest node has 2"),
         (5, {}, "5 replicas of 1 devices each take 5; there are 4"),
     ]

