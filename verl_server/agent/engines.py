@@ -79,8 +79,12 @@ def as_generate_fn(adapter: AsyncHttpServerEngineAdapter) -> GenerateFn:
     """A `GenerateFn` that sends all requests to one server, for example `as_generate_fn(engine.adapter.asynchronous)`.
 
     A generation that a weight update aborts is continued from the tokens that the server has returned. The function
-    raises DeadlineError if a generation is aborted for `ABORT_TIMEOUT_S` without a new token.
+    raises DeadlineError if a generation is aborted for `ABORT_TIMEOUT_S` without a new token. Raises BadInputError for
+    a blocking adapter, whose generations would run one after the other and then fail.
     """
+    if not inspect.iscoroutinefunction(getattr(adapter, "generate", None)):
+        needed = "as_generate_fn needs an AsyncHttpServerEngineAdapter, for example adapter.asynchronous"
+        raise BadInputError(f"{needed}; got {type(adapter).__name__}")
 
     async def generate(*, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any) -> Json:
         del session_id  # there is only one server

@@ -137,14 +137,21 @@ def reward_options_of(kind: type) -> dict[str, RewardOptions]:
 def _decorated_methods(kind: type, read_options: Callable[[object], Options | None]) -> dict[str, Options]:
     """The options of the methods of a class that have a decorator, also of static methods and class methods.
 
-    A method without the decorator replaces that of a base.
+    A method without the decorator replaces that of a base. Raises BadInputError for a property, which would be lost,
+    and for a method in the place of one of `Environment`: a tool with the name `run` would be the agent loop.
     """
     found: dict[str, Options] = {}
     for base in reversed(kind.__mro__):
         for name, value in vars(base).items():
             found.pop(name, None)
             options = read_options(value) or read_options(getattr(value, "__func__", None))
+            if read_options(getattr(value, "fget", None) or getattr(value, "func", None)) is not None:  # a property
+                raise BadInputError(f"{base.__name__}.{name} has the decorator of a tool or a reward, but is no method")
             if options is not None:
+                if hasattr(Environment, name):
+                    raise BadInputError(
+                        f"{name!r} is a method of every environment; give the tool or reward another name"
+                    )
                 found[name] = options
     return found
 

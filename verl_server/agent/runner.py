@@ -39,6 +39,7 @@ from verl_server.agent.steps.groups import (
     RunnerCounters,
     Tasks,
     has_variance,
+    require_task,
     stream_groups,
 )
 from verl_server.agent.steps.journal import FILE_NAME as JOURNAL_NAME
@@ -129,6 +130,13 @@ class RolloutRunner:
             return_routed_experts=return_routed_experts,
         )
         self._samples.agent.check_renderer(renderer)
+        is_trained = any(options.weight for options in self._samples.reward_options.values())
+        if group_filter == "has_variance" and (n == 1 or not is_trained):  # it would reject all groups, without an end
+            raise BadInputError(
+                "group_filter='has_variance' keeps no group; it needs groups of n=2 samples or more, and reward=... or "
+                "an Environment with a method @reward, whose weight is not 0",
+                argument="group_filter",
+            )
         self._group_filter = has_variance if group_filter == "has_variance" else group_filter
         self.counters = RunnerCounters()
 
@@ -148,14 +156,15 @@ class RolloutRunner:
         With `run_dir`, finished samples that are recorded there are loaded, and unfinished samples continue. This is
         logged as a warning, because a new policy needs a new `run_dir`. For training steps, see `steps`.
 
-        Raises BadInputError for two tasks with the same id, for a task id that is no file name if there is a `run_dir`,
-        and for a sample that is recorded there with other inputs (messages or data of the task, agent loop, tools,
-        renderer, limits or sampling parameters): at once for a list, and for an iterator when it is read.
+        Raises BadInputError for a value that is no task, for two tasks with the same id, for a task id that is no file
+        name if there is a `run_dir`, and for a sample that is recorded there with other inputs (messages or data of the
+        task, agent loop, tools, renderer, limits or sampling parameters): at once for a list, and for an iterator when
+        it is read.
         """
         checker = RunChecker(self._run_dir, self._n, self._samples.input_digests())
         if isinstance(tasks, Sequence):
             for number, task in enumerate(tasks):
-                checker.check(number, task)
+                checker.check(number, require_task(task, number))
         if self._run_dir is not None and (self._run_dir / JOURNAL_NAME).exists():
             raise BadInputError(f"run_dir {self._run_dir} belongs to the steps of a training run; pass another run_dir")
         if self._max_staleness:

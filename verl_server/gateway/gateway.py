@@ -61,7 +61,7 @@ class Gateway:
     def __init__(
         self,
         engine: EngineOrSource,
-        run_dir: Path | str,
+        run_dir: Path | Annotated[str, Field(min_length=1)],
         *,
         renderer: ChatRenderer | None = None,
         limits: RolloutLimits | None = None,

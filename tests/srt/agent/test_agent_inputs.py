@@ -29,6 +29,7 @@ from verl_server.agent import (
     Task,
     ToolAgentLoop,
     ToolCall,
+    as_generate_fn,
 )
 from verl_server.errors import BadInputError
 from verl_server.trajectory import ASSISTANT_PLACEHOLDER, ChatRenderer, TrajectoryGraph
@@ -156,6 +157,8 @@ def make_runner(renderer: ChatRenderer, /, **overrides: Any) -> RolloutRunner:
             {"group_filter": 3},
             r"group_filter must be callable or must be .*, got 3 .*; write `def keep\(group",
         ),
+        ({"group_filter": "has_variance", "reward": len}, "keeps no group; it needs groups of n=2 samples or more"),
+        ({"group_filter": "has_variance", "n": 2}, "keeps no group; .* and reward=... or an Environment with a method"),
         ({"group_filter": "all"}, "group_filter must be callable or must be 'has_variance', got 'all'"),
     ],
 )
@@ -188,14 +191,14 @@ async def read_all(groups: AsyncIterator[Any]) -> list[Any]:
     return [group async for group in groups]
 
 
+@pytest.mark.parametrize("kind", [list, iter])
 @pytest.mark.parametrize("method", ["run", "steps"])
-def test_what_is_no_task_is_refused_when_it_is_read(renderer: ChatRenderer, method: str) -> None:
+def test_what_is_no_task_is_refused_when_it_is_read(renderer: ChatRenderer, method: str, kind: Any) -> None:
     """Also a dict, which has a method `copy` as a task has."""
-    tasks: Any = iter([*make_tasks(2), {"id": "t", "messages": [USER_MESSAGE]}])
+    tasks: Any = kind([*make_tasks(2), {"id": "t", "messages": [USER_MESSAGE]}])
     runner = make_runner(renderer)
-    groups: Any = runner.run(tasks) if method == "run" else runner.steps(tasks, num_groups=1)
-    with pytest.raises(BadInputError, match=r"tasks\[2\] must be a Task, got dict"):
-        asyncio.run(read_all(groups))
+    with pytest.raises(BadInputError, match=r"tasks\[2\] must be a Task, got dict; write Task\(.* for a row"):
+        asyncio.run(read_all(runner.run(tasks) if method == "run" else runner.steps(tasks, num_groups=1)))
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
@@ -232,6 +235,7 @@ def test_other_constructors_refuse_wrong_arguments(renderer: ChatRenderer) -> No
             "servers must be .*; pass a list of generate functions",
         ),
         (lambda: ChatScheduler([servers], renderer, 3, {}), "limits must be an instance of RolloutLimits, got 3"),  # type: ignore[arg-type]
+        (lambda: as_generate_fn(object()), "AsyncHttpServerEngineAdapter, for .*; got object"),  # type: ignore[arg-type]
         (lambda: FunctionTool(add, name=3), "name must be a valid string, got 3"),  # type: ignore[arg-type]
     ):
         with pytest.raises(BadInputError, match=expected):

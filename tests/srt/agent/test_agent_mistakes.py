@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ from agent_helpers import ScriptedGenerateFn, add, call_text, renderer_with_temp
 from helpers import QWEN
 from typer.testing import CliRunner
 
+from verl_server import BadInputError
 from verl_server.agent import (
     AgentLoop,
     Environment,
@@ -448,6 +450,27 @@ class Static(Mixin, Environment):
     @reward
     def of_the_class(cls, sample: Sample) -> float:
         return float(cls is Static)
+
+
+@reward
+def decorated_reward(sample: Sample) -> float:
+    """A reward that is no method."""
+    return 1.0
+
+
+@tool
+def decorated_tool(text: str) -> str:
+    """A tool that is no method."""
+    return text
+
+
+@pytest.mark.parametrize("function", [decorated_reward, decorated_tool])
+@pytest.mark.parametrize("wrapper", [property, functools.cached_property])
+def test_tools_and_rewards_that_would_be_lost_are_refused(renderer: ChatRenderer, wrapper: Any, function: Any) -> None:
+    with pytest.raises(BadInputError, match=r"^E\.check has the decorator .*, but is no method"):
+        run(type("E", (Environment,), {"check": wrapper(function)}), renderer)
+    with pytest.raises(BadInputError, match="'run' is a method of every environment; give the tool or reward another"):
+        run(type("E", (Environment,), {"run": function}), renderer)
 
 
 def test_static_methods_and_class_methods_are_tools_and_rewards(renderer: ChatRenderer) -> None:

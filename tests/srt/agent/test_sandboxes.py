@@ -434,6 +434,8 @@ def test_wrong_commands_are_refused() -> None:
                 await box.run(wrong)  # type: ignore[arg-type]
         with pytest.raises(BadInputError, match="timeout_s must be a positive number"):
             await box.run("true", timeout_s=0)
+        with pytest.raises(TypeError):
+            await box.write_file("x", 5)  # type: ignore[arg-type]
         for kwargs in ({"env": {"A=B": "1"}}, {"env": {"A": "a\0"}}, {"cwd": "a\0"}, {"env": {"A": "x" * 200_000}}):
             assert (await box.run("true", **kwargs)).exit_code == 127
         with pytest.raises(OSError, match="cannot read"):

@@ -439,6 +439,9 @@ def test_a_filter_that_rejects_everything_is_told(renderer: ChatRenderer, caplog
     )
     assert "rejected 32 groups" in second
     assert "rejected 40 groups one after the other, whose mean reward is 0.25; the run ends without a step" in last
+    for group_filter in (lambda group: None, lambda group: group.samples):
+        with pytest.raises(BadInputError, match=r"group_filter returned .* for task 't0'; it must return True or"):
+            run(make_tasks(2), group_filter=group_filter)
 
 
 def test_a_body_that_blocks_the_event_loop_is_told(renderer: ChatRenderer, caplog: pytest.LogCaptureFixture) -> None:

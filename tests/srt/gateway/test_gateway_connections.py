@@ -155,7 +155,12 @@ def turn(key: str, content: str, **fields: Any) -> bytes:
 @pytest.mark.parametrize("behind", [READY, HEAD + "{", READY + READY + "GET / HT"])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_client_that_leaves_with_waiting_requests_leaves_its_turn(
-    open_gateway: Open, generate: HeldGenerateFn, monkeypatch: pytest.MonkeyPatch, behind: str, later: bool
+    open_gateway: Open,
+    generate: HeldGenerateFn,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    behind: str,
+    later: bool,
 ) -> None:
     """`behind`: what the client sends before the reply to its turn. `later`: after the turn has begun."""
     monkeypatch.setattr("verl_server.gateway.sessions.turns.ABANDONED_S", 0.0)
@@ -171,6 +176,9 @@ def test_a_client_that_leaves_with_waiting_requests_leaves_its_turn(
             wait_until(lambda: any(connection.pipeline for connection in list(connections)))
         assert slots.num_taken == 1
     wait_until(lambda: slots.num_taken == 0)
+    generate.go.set()
+    gateway.shutdown()
+    assert "Exception in ASGI application" not in caplog.text, "nothing is sent to a client that has left"
 
 
 class SlowRenderer(ChatRenderer):

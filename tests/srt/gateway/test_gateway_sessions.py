@@ -467,7 +467,7 @@ def test_a_gateway_needs_a_limit_of_tokens(renderer: ChatRenderer, tmp_path: Pat
         ({"is_open": "no"}, "is_open must be a valid boolean"),
         ({"limits": {"max_turns": 3}}, "limits must be an instance of RolloutLimits"),
         ({"renderer": 5}, "renderer must be an instance of ChatRenderer"),
-        ({"run_dir": None}, "run_dir must be"),
+        *(({"run_dir": folder}, "run_dir must") for folder in (None, "")),
         ({"host": "http://127.0.0.1"}, "host must match pattern"),
         ({"session_expiry_s": -1}, "session_expiry_s"),
         ({"session_expiry_s": "60"}, "session_expiry_s"),

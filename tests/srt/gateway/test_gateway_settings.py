@@ -20,6 +20,7 @@ from verl_server.gateway import Gateway
 from verl_server.gateway.config import GatewayConfig
 from verl_server.gateway.dialects.base import (
     MAX_CHOICES,
+    MAX_COUNTS,
     MAX_PATTERN_CHARS,
     MAX_PATTERN_CHOICES,
     MAX_SCHEMA_BYTES,
@@ -378,6 +379,7 @@ def test_the_page_has_the_limits_of_the_settings(gateway: Gateway) -> None:
         f"a `max_tokens` up to {MAX_TITLE_TOKENS}",
         f"{MAX_SCHEMA_BYTES >> 10} KiB, {MAX_SCHEMA_PARTS:,} parts and {MAX_SCHEMA_LEVELS} levels",
         f"may have {MAX_PATTERN_CHARS:,} characters",
+        f"may be {MAX_COUNTS:,} together",
         f"may have {MAX_CHOICES} of `?`, `*`, `+` and `{{m,n}}`, and {MAX_PATTERN_CHOICES} in one",
         f"the latest {MAX_SHOWN_SESSIONS},",
         f"more than {MAX_SHOWN_TOKENS:,} tokens or {MAX_RECORD_BYTES >> 20} MiB",

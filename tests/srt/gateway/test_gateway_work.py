@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from verl_server.agent import Episode, RolloutLimits, Task
 from verl_server.gateway import ConversationKind, Gateway, label_conversations, programs
 from verl_server.gateway.conversation import TurnRequest
+from verl_server.gateway.dialects.anthropic import AnthropicDialect
 from verl_server.gateway.dialects.base import encode_schema
 from verl_server.gateway.dialects.chat import ChatDialect
 from verl_server.gateway.errors import GatewayError
@@ -70,6 +71,13 @@ EDGES = (
     pattern_properties(2, r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d{1,6})?(Z|[+-]\d{2}:\d{2})?"),
     format_properties(50, "uri-template"),
     {"type": "object", "properties": {"format": {"type": "string"}}},
+    pattern_properties(
+        10,  # a date of zod
+        r"^(?:(?:\d\d[2468][048]|\d\d[13579][26]|\d\d0[48]|[02468][048]00|[13579][26]00)-02-29|\d{4}-(?:(?:0[13578]|1"
+        r"[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|(?:02)-(?:0[1-9]|1\d|2[0-8])))T(?:(?:[01]\d|"
+        r"2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?(?:Z|([+-](?:[01]\d|2[0-3]):[0-5]\d)))$",
+    ),
+    pattern_properties(50, r"^https?://[?*+\]]\?\*\+\{1,2}$"),
 )
 """Schemas at the limits."""
 
@@ -85,6 +93,9 @@ EDGES = (
         {"type": "string", "pattern": "(" * 4001},
         pattern_properties(300, ".{0,900}a{3,999}"),
         pattern_properties(1, ".?" * 13),
+        pattern_properties(1, ".{0,99}x" * 12),
+        pattern_properties(12, ".{0,900}x"),
+        {"type": "string", "pattern": "a{0," + "9" * 5000 + "}"},
         pattern_properties(201, ".*x"),
         {"type": "object", "patternProperties": {".?" * 13: {}}},
         pattern_properties(120, "^$" * 220),
@@ -103,6 +114,13 @@ def test_a_missing_schema_is_named(schema: Any) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "response_format": wanted}
     with pytest.raises(GatewayError, match=r"'response_format\.json_schema\.schema' must be a JSON schema"):
         ChatDialect().parse(body)
+
+
+def test_fields_of_the_future_are_ignored_and_a_missing_field_is_named() -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "stream_options": {"include_usage": True, "new": "a"}}
+    assert ChatDialect().parse(body).include_usage
+    with pytest.raises(GatewayError, match="'model' is missing"):
+        AnthropicDialect().parse(body)
 
 
 def test_an_ordinary_schema_is_sent_as_it_is() -> None:

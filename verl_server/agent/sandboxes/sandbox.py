@@ -37,7 +37,7 @@ def _as_arguments(command: str | Sequence[str | os.PathLike[str]], shell: str) -
 
 
 def _as_bytes(content: str | bytes) -> bytes:
-    return content.encode("utf-8", "surrogateescape") if isinstance(content, str) else bytes(content)
+    return content.encode("utf-8", "surrogateescape") if isinstance(content, str) else bytes(memoryview(content))
 
 
 # -- Sandbox ----------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from verl_server.agent.user_code import END_TIMEOUT_S, USER_FAILURES, await_to_i
 from verl_server.errors import BadInputError
 from verl_server.tracing import span
 from verl_server.trajectory.recorder import has_recorded_nodes, session_file
+from verl_server.validation import is_bool
 
 logger = logging.getLogger(__name__)
 
@@ -242,9 +243,12 @@ async def is_kept(group_filter: GroupFilter | None, group: SampleGroup) -> bool:
         if inspect.isawaitable(kept):
             name = f"group_filter, called with the group of task {task_id!r},"
             kept = await await_to_its_end(asyncio.ensure_future(kept), name)
-        return bool(kept)
+        kept = bool(kept) if getattr(kept, "shape", None) == () else kept  # an array or a tensor
     except USER_FAILURES as error:
         raise_noted(error, note)
+    if not is_bool(kept):  # None would reject all groups, and a list of samples would keep the others, too
+        raise BadInputError(f"group_filter returned {kept!r:.80} for task {task_id!r}; it must return True or False")
+    return bool(kept)
 
 
 # -- Task source ------------------------------------------------------------------------------------
@@ -254,6 +258,14 @@ Tasks = Iterable[Task] | AsyncIterable[Task]
 """Tasks of a run. They may be endless, and are read when a sample can start."""
 NUM_READ_PER_PAUSE = 1000
 """Number of tasks that are read before other tasks of the event loop run."""
+
+
+def require_task(task: object, number: int) -> Task:
+    """`task`. Raises BadInputError if it is no task."""
+    if not isinstance(task, Task):
+        from_row = 'Task(str(number), row["messages"], row)'
+        raise BadInputError(f"tasks[{number}] must be a Task, got {type(task).__name__}; write {from_row} for a row")
+    return task
 
 
 class TaskSource:
@@ -296,9 +308,7 @@ class TaskSource:
             except USER_FAILURES as error:
                 note = f"raised by the iterator of the tasks when it was asked for task {self._num_read}"
                 raise_noted(error, note)
-            if not isinstance(task, Task):
-                raise BadInputError(f"tasks[{self._num_read}] must be a Task, got {type(task).__name__}")
-            self._check(self._num_read, task)
+            self._check(self._num_read, require_task(task, self._num_read))
             if self._is_needed(self._num_read):
                 self._kept[self._num_read] = task
             self._num_read += 1

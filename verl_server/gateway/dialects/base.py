@@ -134,9 +134,8 @@ class TurnFields(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             found = error.errors(include_url=False, include_context=False, include_input=False)
             name = str(found[0]["loc"][0])
-            texts = [
-                re.sub("^(Input|String|List) should", "must", item["msg"]) for item in found if item["loc"][0] == name
-            ]
+            messages = [item["msg"].replace("Field required", "is missing") for item in found if item["loc"][0] == name]
+            texts = [re.sub("^(Input|String|List) should", "must", message) for message in messages]
             raise bad_request(f"{name!r} {' or '.join(dict.fromkeys(texts))}") from None
         require_recordable("chat_template_kwargs", fields.chat_template_kwargs)
         return fields
@@ -158,12 +157,14 @@ MAX_SCHEMA_BYTES, MAX_SCHEMA_PARTS, MAX_SCHEMA_LEVELS = 64 << 10, 2000, 32
 MAX_PATTERN_CHARS = 4000
 """Maximum number of characters of the regular expressions of a schema. xgrammar writes up to 2 KB to the log of the
 engine for each character."""
-MAX_CHOICES, MAX_PATTERN_CHOICES = 200, 12
-"""Maximum number of `?`, `*`, `+` and `{m,n}` of a schema, and of one of its regular expressions. The time of the
-compiler grows with a power of the number in one expression."""
+MAX_CHOICES, MAX_PATTERN_CHOICES, MAX_COUNTS = 200, 12, 10_000
+"""Maximum number of `?`, `*`, `+` and `{m,n}` of a schema, and of one of its regular expressions, and maximum sum of
+the numbers in `{m,n}`, each times the number of choices of its expression. The time of the compiler grows with powers
+of them, and each schema takes one of the engine's threads for schemas."""
 FORMAT_CHOICES = 4
 """What a `format` of a schema counts for: a backend compiles it as a regular expression of its own."""
-_CHOICE = re.compile(r"[?*+]|\{\d*,\d*\}")
+_PATTERN_TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?|(?P<choice>[?*+]|\{\d*,\d*\})", re.DOTALL)
+"""Escaped characters, classes and the beginnings of groups such as `(?:` have none of these, and choices."""
 
 
 def encode_schema(name: str, schema: Any) -> str:
@@ -188,14 +189,18 @@ def encode_schema(name: str, schema: Any) -> str:
             "counts"
         )
     patterns = [pattern for part in objects for pattern in _patterns_of(part)]
-    choices = [len(_CHOICE.findall(pattern)) for pattern in patterns]
-    num_choices = sum(choices) + FORMAT_CHOICES * sum(isinstance(part.get("format"), str) for part in objects)
-    num_chars = sum(map(len, patterns))
-    if num_chars > MAX_PATTERN_CHARS or num_choices > MAX_CHOICES or max(choices, default=0) > MAX_PATTERN_CHOICES:
+    choices = [list(filter(None, _PATTERN_TOKEN.findall(pattern))) for pattern in patterns]
+    num_choices = sum(map(len, choices)) + FORMAT_CHOICES * sum(isinstance(part.get("format"), str) for part in objects)
+    if (
+        sum(map(len, patterns)) > MAX_PATTERN_CHARS
+        or num_choices > MAX_CHOICES
+        or max(map(len, choices), default=0) > MAX_PATTERN_CHOICES
+        or sum(len(found) * sum(map(int, re.findall(r"\d+", "".join(found)))) for found in choices) > MAX_COUNTS
+    ):
         raise bad_request(
             f"{name!r} has regular expressions that are too large: a schema may have {MAX_PATTERN_CHARS} characters of "
             f"them, {MAX_CHOICES} of ?, *, + and {{m,n}}, of which a format counts {FORMAT_CHOICES}, and "
-            f"{MAX_PATTERN_CHOICES} in one expression"
+            f"{MAX_PATTERN_CHOICES} in one expression; the numbers in {{m,n}}, times these, may be {MAX_COUNTS}"
         )
     if (place := _without_end(schema)) is not None:
         raise bad_request(f"{name!r} has a part that no JSON of finite length can have: {place!r:.200} needs itself")

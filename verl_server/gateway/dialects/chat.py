@@ -56,7 +56,7 @@ class OpenAIFields(TurnFields):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     logit_bias: dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] | None = None
     """By token ids as texts. The engine refuses unknown token ids."""
-    stream_options: dict[str, bool | None] | None = None
+    stream_options: Json | None = None
 
     def sampling_params(self, **others: Any) -> Json:
         return super().sampling_params(
@@ -71,7 +71,7 @@ class OpenAIFields(TurnFields):
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
-        return bool((self.stream_options or {}).get("include_usage"))
+        return (self.stream_options or {}).get("include_usage") is True
 
 
 class ChatFields(OpenAIFields):

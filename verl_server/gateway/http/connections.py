@@ -48,7 +48,8 @@ class Connection(HttpToolsProtocol):
     request, and after bytes that begin no request. It has no limit for heads. It takes the body of a request with the
     header `Upgrade` for the next request.
 
-    A client may send more requests before the reply to its first request. They wait. uvicorn reads no more then, but
+    A client may send more requests before the reply to its first request. They wait. If the client leaves, uvicorn
+    tells the last request only, and the reply to the running request would fail. uvicorn also reads no more then, but
     only reading finds the end of a connection. This class reads until more than `MAX_WAITING_REQUESTS` requests wait,
     or a large body of a waiting request: the end of such a connection is found when the running request has its reply.
     """
@@ -58,6 +59,8 @@ class Connection(HttpToolsProtocol):
         self._settings = settings
         self._deadline: asyncio.TimerHandle | None = None
         """Closes the connection unless the head or the body of the request has arrived before."""
+        self._running: RequestResponseCycle | None = None
+        """The request that is being answered, or was answered last. `cycle` is the newest request, which may wait."""
         self._num_head_bytes = 0
         """Number of bytes since the parser has found a head or bytes of a body. Trailers after a body count too."""
         self._is_refused = False
@@ -151,6 +154,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Answer a request. The time for its body begins now, also if the request has waited."""
+        self._running = cycle
         self._expect(self._settings.body_timeout_s if cycle.more_body else None)
         super()._start_asgi_task(cycle, app)
 
@@ -172,6 +176,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed."""
         super().connection_lost(exc)
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
         self._expect(None)
         self.app_state = {}  # it refers to this object
         if not self.closed.done():

@@ -317,8 +317,13 @@ class Turns:
                 self._add_recorded(bytes.fromhex(digest), node.id, is_delivered=False)
 
     def continue_with(self, graph: TrajectoryGraph) -> None:
-        """Continue after the record was read again into `graph`. Turns that were running are being aborted."""
-        self._graph = graph
+        """Continue after the record was read again into `graph`. Turns that were running are being aborted.
+
+        A network file system may have lost the last nodes. Other turns will have their ids.
+        """
+        self._graph, count = graph, len(graph.nodes)
+        self._last = {key: node for key, node in self._last.items() if node < count}
+        self._undelivered = {key: [each for each in ids if each < count] for key, ids in self._undelivered.items()}
 
     def find(self, client: Client) -> Generation | Node | None:
         """The turn of a request that was sent before, or None if the request needs a turn of its own.

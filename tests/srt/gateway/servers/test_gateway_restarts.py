@@ -231,6 +231,18 @@ def test_a_repeated_request_gets_its_latest_recorded_turn() -> None:
     assert turns.find(Client(b"a", num_retries=1)) is graph.node(2)
 
 
+def test_a_turn_that_the_record_has_lost_is_not_found() -> None:
+    """The id of its node will be that of another turn."""
+    turns = Turns(graph_with_turns(3))
+    for node, fingerprint in enumerate((b"a", b"b", b"c")):
+        turns._add_recorded(fingerprint, node, is_delivered=node == 1)
+    turns.continue_with(graph := graph_with_turns(1))
+    graph.add_node(None, [1], sampled=True, fork_reason=ForkReason.SAMPLE, logprobs=[-1.0], spans=[Span(1, 0, 1)])
+    assert turns.find(Client(b"a")) is graph.node(0)
+    assert turns.find(Client(b"b", num_retries=1)) is None
+    assert turns.find(Client(b"c")) is None
+
+
 def test_a_retry_gets_the_turn_whose_client_has_left(tiny: Callable[..., Path]) -> None:
     """Two clients send the same request on purpose. One of them leaves and comes back: it gets its own sample."""
     asyncio.run(find_turns(ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))))
