@@ -441,7 +441,7 @@ def test_the_first_replica_that_answers_names_the_model(monkeypatch: pytest.Monk
 
     async def scenario() -> None:
         dispatcher = Dispatcher()
-        for server in fakes("abcd"):
+        for server in list[Any](fakes("abcd")):
             dispatcher.pool.add_replica(server.name, server, 0)
         listing = await ServedModels(dispatcher.pool, get_json).listing()
         assert (listing["data"][0]["id"], asked) == ("/models/b", ["a", "b"])
