@@ -316,10 +316,13 @@ def test_an_adapter_that_one_server_does_not_unload(tmp_path: Path, monkeypatch:
         async with fake_router(monkeypatch, a, b) as router:
             await router.control.load_lora_adapter("policy", write_lora(tmp_path / "1", 1.0))
             await router.until_admitted("ab")
-            b.failures["unload"] = [ServerError("busy", status=500)]
+            busy = ServerError("busy", status=500)
+            b.failures["unload"] = [busy]
+            b.failures["list"] = 1000 * [busy]  # its probes must not repair it before the router is asked
             assert (await router.call("/unload_lora_adapter", {"lora_name": "policy"}))[0] == 500
             assert not router.control.lora_names
             assert router.admitted == "a"
+            b.failures["list"].clear()
             await router.until_admitted("ab")
             assert (a.adapters, b.adapters) == ({}, {})
 
