@@ -316,7 +316,7 @@ def test_an_adapter_that_one_server_does_not_unload(tmp_path: Path, monkeypatch:
         async with fake_router(monkeypatch, a, b) as router:
             await router.control.load_lora_adapter("policy", write_lora(tmp_path / "1", 1.0))
             await router.until_admitted("ab")
-            busy = ServerError("busy", status=500)
+            busy: Any = ServerError("busy", status=500)
             b.failures["unload"] = [busy]
             b.failures["list"] = 1000 * [busy]  # its probes must not repair it before the router is asked
             assert (await router.call("/unload_lora_adapter", {"lora_name": "policy"}))[0] == 500
