@@ -341,6 +341,7 @@ WHAT_TO_PASS: Mapping[str, str] = {
     "group_filter": "write `def keep(group: SampleGroup) -> bool`",
     "callback": "write `def on_turn(turn, info, error)`",
     "servers": "pass a list of generate functions, for example [fleet.router.generate]",
+    "the servers by name": 'pass {"r0": RemoteServer("http://10.0.0.1:30000")}, for example',
     "pad_token_id": "pass tokenizer.pad_token_id, or tokenizer.eos_token_id if it is None",
     "Task.id": "pass a text that no other task has, for example str(number)",
     "Task.data": 'pass a dict such as {"answer": 42}',

@@ -118,7 +118,7 @@ class Channel:
         `started`: time of `time.monotonic` at which the wait began. This process itself may have stood still before.
         """
         with self._unsent.all_tasks_done:
-            while self._unsent.unfinished_tasks:
+            while self._unsent.unfinished_tasks and not self._is_closed:
                 remaining_s = max(self._progressed_at, started) + STALL_S - time.monotonic()
                 if remaining_s <= 0.0:
                     return

@@ -219,6 +219,17 @@ def test_messages_to_a_rank_that_reads_slowly_arrive_complete_and_in_order() -> 
     assert not channel.send({"text": ""})
 
 
+def test_an_engine_that_was_shut_down_twice_does_not_delay_the_end_of_the_process() -> None:
+    left, right = connected_sockets()
+    channel = Channel(left, 1)
+    channel.close()
+    channel.close()
+    started = time.monotonic()
+    wait_until_all_sent([channel])
+    assert time.monotonic() - started < 5.0
+    right.close()
+
+
 def test_a_rank_that_does_not_read_delays_neither_a_failure_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl_server.ranks.channel.STALL_S", 1.0)
     coordinator, (rank_1, rank_2) = coordinator_of_rank_0(2)

@@ -316,10 +316,13 @@ def test_an_adapter_that_one_server_does_not_unload(tmp_path: Path, monkeypatch:
         async with fake_router(monkeypatch, a, b) as router:
             await router.control.load_lora_adapter("policy", write_lora(tmp_path / "1", 1.0))
             await router.until_admitted("ab")
-            b.failures["unload"] = [ServerError("busy", status=500)]
+            busy: Any = ServerError("busy", status=500)
+            b.failures["unload"] = [busy]
+            b.failures["list"] = 1000 * [busy]  # its probes must not repair it before the router is asked
             assert (await router.call("/unload_lora_adapter", {"lora_name": "policy"}))[0] == 500
             assert not router.control.lora_names
             assert router.admitted == "a"
+            b.failures["list"].clear()
             await router.until_admitted("ab")
             assert (a.adapters, b.adapters) == ({}, {})
 
@@ -396,6 +399,7 @@ def test_folders_that_hang_delay_neither_other_folders_nor_the_end(monkeypatch: 
 
 def test_replicas_are_asked_for_their_models_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas that do not answer delay the listing only shortly."""
+    monkeypatch.setattr(models, "NEXT_CALL_S", 0.05)
     servers: list[Any] = [*fakes("abcdefghijkl")]
     running = most = 0
 
@@ -422,5 +426,27 @@ def test_replicas_are_asked_for_their_models_at_the_same_time(monkeypatch: pytes
         servers.append(None)  # now, none answers
         with pytest.raises(NotReadyError, match="no replica has listed its models: silent"):
             await ServedModels(dispatcher.pool, get_json).listing()
+
+    run(scenario)
+
+
+def test_the_first_replica_that_answers_names_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas may have the model at other paths. The name must be the same after each start of the router."""
+    monkeypatch.setattr(models, "NEXT_CALL_S", 30.0)
+    asked = []
+
+    async def get_json(server: Any, *_: Any) -> Any:
+        asked.append(server.name)
+        if server.name == "a":
+            raise ServerError("it has just ended")
+        await asyncio.sleep(0.1 if server.name == "b" else 0.0)
+        return {"data": [{"id": f"/models/{server.name}"}]}
+
+    async def scenario() -> None:
+        dispatcher = Dispatcher()
+        for server in list[Any](fakes("abcd")):
+            dispatcher.pool.add_replica(server.name, server, 0)
+        listing = await ServedModels(dispatcher.pool, get_json).listing()
+        assert (listing["data"][0]["id"], asked) == ("/models/b", ["a", "b"])
 
     run(scenario)

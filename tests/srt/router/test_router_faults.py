@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,10 +26,10 @@ from stub_servers import serving
 
 from verl_server import AsyncHttpServerEngineAdapter, RouterClient, RouterConfig
 from verl_server.config import AdapterConfig, RemoteServer, Timeouts
-from verl_server.errors import ServerDiedError, ServerError
+from verl_server.errors import BadInputError, ServerDiedError, ServerError
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.http import RouterHttpServer
-from verl_server.router.process.static_replicas import StaticReplicas
+from verl_server.router.process.static_replicas import ProbedServers, StaticReplicas
 from verl_server.router.process.supervisor import RouterSupervisor
 from verl_server.router.replica_status import ReplicaStatus
 
@@ -489,3 +489,23 @@ def test_prompts_with_log_probabilities_are_repeated_in_few_events() -> None:
         await dispatcher.close()
 
     asyncio.run(run())
+
+
+def test_servers_may_come_in_any_mapping() -> None:
+    """The function of a user that finds servers may return one that is read-only."""
+    server = RemoteServer("http://127.0.0.1:1")
+
+    async def scenario() -> None:
+        probed = ProbedServers(Dispatcher())
+        try:
+            await probed.set_servers(MappingProxyType({"a": server}))
+            for wrong in ([server], {"b": server.base_url}, server, None):
+                with pytest.raises(BadInputError, match=r"pass .*RemoteServer"):
+                    await probed.set_servers(wrong)  # type: ignore[arg-type]
+            assert probed.adapters.keys() == probed.problems.keys() == {"a"}
+            await probed.set_servers({"b": server})
+            assert probed.adapters.keys() == probed.problems.keys() == {"b"}
+        finally:
+            await probed.close()
+
+    asyncio.run(scenario())

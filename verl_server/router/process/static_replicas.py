@@ -98,7 +98,8 @@ class ProbedServers:
 
         Raises BadInputError, and changes nothing, for a value that is no `RemoteServer`.
         """
-        for name, server in checked_value("the servers by name", servers, Mapping[str, RemoteServer]).items():
+        servers = dict(servers) if isinstance(servers, Mapping) else servers  # pydantic takes no other mapping
+        for name, server in checked_value("the servers by name", servers, dict[str, RemoteServer]).items():
             if name in self._probed and self._probed[name].server != server:
                 await self._remove(name)
         for name in self._probed.keys() - servers.keys():

@@ -18,6 +18,8 @@ GetJson = Callable[[GenerationServer, str, float], Awaitable[Any]]
 """Function that gets the JSON of a path from a replica's server, within a number of seconds."""
 PATH = "/v1/models"
 TIMEOUT_S = 5.0
+NEXT_CALL_S = 0.2
+"""Seconds without an answer after which one more replica is asked at the same time."""
 MAX_CALLS = 8
 """Maximum number of replicas that are asked at the same time."""
 ADAPTERS_AGE_S = 1.0
@@ -69,14 +71,16 @@ class ServedModels:
         return await self._ask([each for each in replicas if each.admitted] or replicas)
 
     async def _ask(self, replicas: Iterable[RoutedReplica]) -> Json:
-        """The listing of the first replica that answers."""
+        """The listing of the first replica that answers. As long as the first one does, its name is the model's."""
         problem, limit = "the router has no replica", asyncio.Semaphore(MAX_CALLS)
 
-        async def ask(replica: RoutedReplica) -> list[Json]:
+        async def ask(place: int, replica: RoutedReplica) -> list[Json]:
+            if place > 0:  # the one before it may fail at once
+                await asyncio.wait([calls[place - 1]], timeout=place * NEXT_CALL_S)
             async with limit:
                 return await self._get_cards(replica)
 
-        calls = [asyncio.create_task(ask(replica)) for replica in replicas]
+        calls = [asyncio.create_task(ask(place, replica)) for place, replica in enumerate(replicas)]
         try:
             for call in asyncio.as_completed(calls):
                 try:
@@ -89,6 +93,7 @@ class ServedModels:
         finally:
             for task in calls:
                 task.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)  # asyncio logs an error that nobody has taken
         raise NotReadyError(f"no replica has listed its models: {problem}")
 
     async def _get_cards(self, replica: RoutedReplica) -> list[Json]:
