@@ -30,6 +30,7 @@ from verl_server.adapter.sglang.replies import (
 from verl_server.adapter.sglang.requests import (
     PromptLimits,
     check_tensor_payloads,
+    explain_refusal,
     generate_payload,
     load_lora_payload,
     pause_payload,
@@ -381,6 +382,8 @@ class AsyncHttpServerEngineAdapter(KnownServer):
         connection.requests_in_flight += 1
         try:
             reply = await connection.call(replies.GENERATE, body)
+        except (BadInputError, ServerError) as error:
+            raise explain_refusal(error, sampling_params) from error.__cause__
         finally:
             connection.requests_in_flight -= 1
         url = connection.base_url + replies.GENERATE.path
@@ -433,6 +436,8 @@ class AsyncHttpServerEngineAdapter(KnownServer):
                 correct_aborts([reply], body.get("sampling_params"), limits.end_tokens)
                 num_checked[index] = require_answer(reply, sent_rid, params, limits.vocab_size, url, num_checked[index])
                 yield reply
+        except (BadInputError, ServerError) as error:
+            raise explain_refusal(error, sampling_params) from error.__cause__
         finally:
             connection.requests_in_flight -= 1
 

@@ -20,7 +20,7 @@ from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.client import tags_to_release, tags_to_resume, undefined_weights_reason
 from verl_server.adapter.model_files import read_facts, read_model_config, read_model_configs
 from verl_server.adapter.sglang.replies import parameter_dtypes, prompt_limits, require_logprobs
-from verl_server.adapter.sglang.requests import generate_payload, require_known_fields
+from verl_server.adapter.sglang.requests import explain_refusal, generate_payload, require_known_fields
 from verl_server.adapter.sglang.server_arguments import (
     WEIGHT_LOADER,
     loses_weights,
@@ -453,7 +453,8 @@ class InProcessBackend(Servers):
         try:
             reply = self._engine.generate(**arguments)
         except (TypeError, ValueError) as error:
-            raise BadInputError(f"SGLang refused the request: {error}") from error
+            refusal = BadInputError(f"SGLang refused the request: {error}")
+            raise explain_refusal(refusal, request.get("sampling_params")) from error
         for item in reply if isinstance(reply, list) else [reply]:
             meta_info = item["meta_info"]
             meta_info["weight_version"] = self.weight_version

@@ -38,11 +38,13 @@ from verl_server import (
     WeightsConfig,
 )
 from verl_server.adapter.client import tags_to_release
+from verl_server.adapter.sglang.replies import error_from_reply
 from verl_server.adapter.sglang.requests import (
     REQUEST_FIELDS,
     ROUTER_FIELDS,
     PromptLimits,
     SamplingParams,
+    explain_refusal,
     generate_payload,
     require_known_fields,
     unlisted_fields,
@@ -601,3 +603,18 @@ def test_a_tp_size_that_the_model_cannot_have(start: Any, tmp_path: Path) -> Non
     validate_server_args({**arguments, "enable_dp_attention": True})
     config.write_text("{")
     validate_server_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(400, "Unexpected keyword argument 'temprature'"), (500, "Internal Server Error")]
+)
+def test_a_misspelled_parameter_is_no_failure_of_the_server(status: int, text: str) -> None:
+    """SGLang 0.5.15 answers 500, which would count against the replica."""
+    error = explain_refusal(error_from_reply(status, "http://a/generate", text), {"temprature": 1.0, "top_p": 1.0})
+    assert isinstance(error, BadInputError)
+    assert "no sampling parameter 'temprature'; did you mean 'temperature'?" in error.message
+
+
+def test_a_failure_of_the_server_stays_one() -> None:
+    error = error_from_reply(500, "http://a/generate", "Internal Server Error")
+    assert explain_refusal(error, {"temperature": 1.0, "a_parameter_of_the_future": 1}) is error

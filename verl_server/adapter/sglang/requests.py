@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from verl_server.config import Finite, NotNegativeInt, PauseMode, PositiveInt
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, VerlServerError
 from verl_server.types import Json, tolist_hint
 from verl_server.validation import did_you_mean, is_list, is_whole_number, to_plain
 
@@ -377,6 +377,25 @@ def plain_request(request: Mapping[str, Any]) -> Json:
     if plain.get("sampling_params") is not None:
         plain["sampling_params"] = parse_sampling_params(plain["sampling_params"])
     return plain
+
+
+def explain_refusal(error: VerlServerError, sampling_params: Any) -> VerlServerError:
+    """The error for a request that a server did not answer: names its misspelled sampling parameters, if it has any.
+
+    SGLang 0.5.23 names an unknown parameter in its answer 400. SGLang 0.5.15 answers 500, as for failures of its own,
+    which would count against the replica: there, names that are similar to a known one are taken for misspelled.
+    """
+    is_failure = error.details.get("status") == 500
+    if not is_failure and not isinstance(error, BadInputError):
+        return error
+    known = SamplingParams.model_fields
+    all_params = sampling_params if is_list(sampling_params) else [sampling_params or {}]
+    unlisted = sorted({name for params in all_params for name in params if name not in known})
+    hints = {name: did_you_mean(name, known) for name in unlisted}
+    named = [f"{name!r}{hint}" for name, hint in hints.items() if (hint if is_failure else name in error.message)]
+    if not named:
+        return error
+    return BadInputError(f"the server has no sampling parameter {', '.join(named)} ({error.message})", **error.details)
 
 
 # -- Requests ---------------------------------------------------------------------------------------

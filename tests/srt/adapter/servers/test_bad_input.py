@@ -80,7 +80,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "return_logprob": "yes"}, "return_logprob must be a valid boolean"),
     ({"input_ids": [1], "priority": "high"}, "priority must be a valid integer"),
     ({"input_ids": [1], "image_data": {1, 2}}, "cannot be sent as JSON"),
-    ({"input_ids": [1], "sampling_params": {"max_tokens": 4}}, "unknown field .max_tokens"),
+    ({"input_ids": [1], "sampling_params": {"max_tokens": 4}}, "'max_tokens'; did you mean 'max_new_tokens'"),
     ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, r"\['temperature'\] must be a valid number"),
     ({"input_ids": [1], "sampling_params": {"temperature": float("nan")}}, r"\['temperature'\] must be a finite"),
     ({"input_ids": [1], "sampling_params": {"top_k": 0.5}}, r"\['top_k'\] must be a valid integer"),
@@ -118,7 +118,7 @@ def test_generate_refuses(untouched: Any, request_: dict[str, Any], cause: str) 
     [
         ({"return_logprobs": True}, "did you mean 'return_logprob'"),
         ({"min_weight_version": 0}, "is a field of routers"),
-        ({"sampling_params": {"max_tokens": 4}}, "unknown field .max_tokens"),
+        ({"sampling_params": {"max_tokens": 4}}, "did you mean 'max_new_tokens'"),
     ],
 )
 def test_stream_refuses(shared_engine: VerlEngine, request_: dict[str, Any], cause: str) -> None:
