@@ -32,6 +32,8 @@ SERVER_PYTHON = "VERL_SERVER_PYTHON"
 FORKSERVER_FOLDER = "VERL_SERVER_FORKSERVER_DIR"
 #: Weight transports: the files of `verl_server/weights/transports/` that define a `Receiver`.
 TRANSPORTS = ("buckets", "cuda_ipc", "delta", "disk", "distributed", "distributed_buckets", "shared_memory")
+WHOLE_MODEL_TRANSPORTS = ("disk", "shared_memory")
+"""Transports whose tensors are all available at once. vLLM loads a module when the last of its tensors arrives."""
 #: Ends of the errors about words that are often taken for transports.
 _TRANSPORT_HINTS = {
     "nccl": "; NCCL is not a transport of its own: 'distributed_buckets' broadcasts with NCCL between GPUs",

@@ -206,7 +206,7 @@ def _console() -> Console:
 
 
 # -- Trajectory export ------------------------------------------------------------------------------
-# The command `verl-server trajectory export`. The module imports pydantic only when the command runs.
+# The command `verl-server trajectory export`.
 
 
 def export(

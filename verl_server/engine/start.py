@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl_server.adapter.engine import get_engine
 from verl_server.adapter.server_engine import ServerEngine
 from verl_server.adapter.sglang.server_arguments import complete_server_args, validate_server_args, with_absolute_paths
-from verl_server.config import AdapterConfig, EngineKind, RemoteServer, WeightsConfig
+from verl_server.config import WHOLE_MODEL_TRANSPORTS, AdapterConfig, EngineKind, RemoteServer, WeightsConfig
 from verl_server.engine.servers import InProcessBackend, connect_servers, launch_one_server
 from verl_server.errors import BadInputError, ServerDiedError, UnsupportedError, VerlServerError
 from verl_server.platforms.limits import available_memory
@@ -296,10 +296,6 @@ def _agree_on_server_args(
 M = TypeVar("M", Arena, Buckets)
 
 
-WHOLE_MODULE_TRANSPORTS = ("shared_memory", "disk")
-"""Transports of engines that load a module only with all of its tensors (`ServerInfo.fused_modules`)."""
-
-
 def start_weight_updater(ranks: EngineRanks, server_args: Mapping[str, Any], config: WeightsConfig) -> WeightUpdater:
     """Agree on the model's tensors and on the transport, and create the staging memory. Called on all ranks."""
     server_args = with_absolute_paths(server_args)
@@ -350,10 +346,10 @@ def _choose_transport(servers: Servers, nnodes: int, config: WeightsConfig, mode
     needs_modules = any(member.fused_modules is not None for member in servers.members)
     if needs_modules and config.transport == "auto" and is_loopback(servers.trainer_host):
         transport = "shared_memory"  # all servers are on this machine, whatever the mode of a fleet prefers
-    if needs_modules and transport not in WHOLE_MODULE_TRANSPORTS:
+    if needs_modules and transport not in WHOLE_MODEL_TRANSPORTS:
         raise BadInputError(
             f"vLLM servers do not take the weight transport {transport!r}: they need all tensors of a module at once. "
-            f"They take {' and '.join(WHOLE_MODULE_TRANSPORTS)}, with a model that fits into this machine's memory a "
+            f"They take {' and '.join(WHOLE_MODEL_TRANSPORTS)}, with a model that fits into this machine's memory a "
             "second time, and servers on this machine or with a folder that both machines have",
             argument="transport",
         )

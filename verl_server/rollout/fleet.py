@@ -231,6 +231,8 @@ class Replica:
         """Number of attempts at weight updates that its server has failed since the last published update."""
         self.restarts = 0
         """Number of times that a new server replaced an ended server."""
+        self.last_loss: str | None = None
+        """When and why its last server was lost, with the URL and the log of that server."""
         self.error: VerlServerError | None = None
         """The reason of the states DEAD, RESTARTING and FAILED, and of STALE if it waits for the next update."""
         self.failed_replays = 0

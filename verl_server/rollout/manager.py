@@ -327,6 +327,11 @@ class ReplicaView:
         return self._replica.error
 
     @property
+    def last_loss(self) -> str | None:
+        """When and why its last server was lost, with the URL and the log of that server. It stays after a restart."""
+        return self._replica.last_loss
+
+    @property
     def adapter(self) -> HttpServerEngineAdapter | None:
         """Adapter of its server, with every endpoint. None while it has no running server."""
         return self._replica.adapter
@@ -364,6 +369,8 @@ class ReplicaInfo:
     """Number of requests that run on it, from all routers."""
     tokens_in_flight: int
     """Number of tokens of the requests from the router of this process: prompts and received output."""
+    last_loss: str | None = None
+    """When and why its last server was lost, with the URL and the log of that server. It stays after a restart."""
 
 
 @dataclass(frozen=True)
@@ -419,6 +426,7 @@ def fleet_status(
                 admitted=routed is not None and routed.admitted,
                 running_requests=targets.replica_stats(view.name).running_requests,
                 tokens_in_flight=0 if routed is None else routed.tokens_in_flight,
+                last_loss=view.last_loss,
             )
         )
     process = None

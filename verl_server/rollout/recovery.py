@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.config import PauseMode, RecoveryConfig
@@ -96,6 +97,10 @@ class RecoveryLoop:
                 return
             if adapter is not None and adapter.process is not None:
                 adapter.process.keep_log()
+                lost_at = datetime.now(UTC).isoformat(timespec="seconds")
+                log = adapter.log_path or "in the log folder of its node"
+                replica.last_loss = f"{lost_at}: {error.message} ({adapter.base_url}, its log: {log})"
+                logger.warning("replica %s has lost its server, %s", replica.name, replica.last_loss)
             replica.failed_starts += replica.state is ReplicaState.STALE  # it has never had the published weights
             self._fleet.counters.deaths += 1
             self._fleet.record_death(replica)
@@ -236,7 +241,8 @@ class RecoveryLoop:
                 if replica.state in SERVING:
                     fleet.notify(replica)  # a router has lost a connection to the replica and does not use it
         if state is ReplicaState.DEAD:
-            self.recover(replica, adapter, replica.death_error("made no progress: it is stalled"))
+            quiet = f"no token for {observation.no_progress_s:.0f} s, no sign of life for {observation.no_sign_s:.0f} s"
+            self.recover(replica, adapter, replica.death_error(f"made no progress: it is stalled ({quiet})"))
         elif state is not replica.state:
             with fleet.lock:
                 if replica.state in SERVING:

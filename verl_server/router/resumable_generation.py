@@ -338,7 +338,9 @@ class ResumableGeneration:
         return [*self._parts, *([self._event] if self._event is not None else [])]
 
     def reply(self) -> Json:
-        """The whole reply, equal to that of a single attempt. `meta_info.attempts` is `counted_attempts`.
+        """The whole reply: tokens, log probabilities and weight versions of all attempts, other values of the last one.
+
+        `meta_info.attempts` is `counted_attempts`.
 
         A reply with tokens of a lost or aborted attempt has no text: the attempt may have ended inside a character.
         """

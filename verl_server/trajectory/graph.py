@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, NamedTuple, Required, TypedDict
 
@@ -59,6 +59,10 @@ class Span:
     """Offset after the last token in the node."""
 
 
+#: What every node has: its place and its tokens.
+_TOKEN_FIELDS = ("id", "parent", "token_ids", "sampled", "logprobs", "spans")
+
+
 @dataclass(frozen=True)
 class Node:
     """A run of tokens that follows the tokens of the parent node. The policy sampled all of them or none of them."""
@@ -91,6 +95,10 @@ class Node:
     tools_digest: str | None = None
     """Digest of the schemas of the tools in a first prompt of an episode. None for other nodes, and in recordings of
     earlier versions."""
+
+
+#: Fields of a node that say more about it. Files and exports have those that are set, under these names.
+DETAIL_FIELDS = tuple(each.name for each in fields(Node) if each.name not in _TOKEN_FIELDS)
 
 
 class NodeFields(TypedDict, total=False):

@@ -30,7 +30,7 @@ from typing import Any, Self, Unpack
 import orjson
 
 from verl_server.errors import BadInputError, ServerBusyError, UnsupportedError
-from verl_server.trajectory.graph import ForkReason, Node, NodeFields, Span, TrajectoryGraph
+from verl_server.trajectory.graph import DETAIL_FIELDS, ForkReason, Node, NodeFields, Span, TrajectoryGraph
 from verl_server.types import Json
 from verl_server.validation import is_list, to_plain
 
@@ -280,7 +280,9 @@ def _encode_unknown(value: Any) -> bytes:
 
 FILE_SUFFIX = ".jsonl"
 FILE_FORMAT = 2
-"""Version of the file format. Increased when files of earlier versions cannot be read any more."""
+"""Version of the file format. Increased when files of earlier versions cannot be read any more.
+
+An earlier version calls a line with a field that it does not know damaged."""
 DIGESTS_KEY = "input_digests"
 """Key of the digests of the inputs in the header. Earlier versions wrote digests of another kind under `inputs`."""
 NO_FILE = "No such file (a session gets its file with its first request)"
@@ -547,7 +549,7 @@ def _node_to_json(node: Node) -> Json:
     if node.sampled:
         fields["logprobs"] = list(node.logprobs)
         fields["spans"] = [[span.version, span.start, span.end] for span in node.spans]
-    for name in ("message", "fork_reason", "finish_reason", "routed_experts", "branch", "tools_digest"):
+    for name in DETAIL_FIELDS:
         if (value := getattr(node, name)) not in (None, ""):
             fields[name] = value
     return fields

@@ -32,6 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from verl_server.config import WHOLE_MODEL_TRANSPORTS
 from verl_server.platforms.server_report import PARAMETER_DTYPES, report_dtypes
 from verl_server.types import Json
 from verl_server.vllm_plugin import register
@@ -104,9 +105,6 @@ class WeightSession:
 
 logger = init_logger("vllm.verl_server")
 
-SUPPORTED_TRANSPORTS = ("shared_memory", "disk")
-"""Transports whose tensors are all available at once: vLLM reads tensors of a module when the last of them arrives."""
-
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
@@ -159,8 +157,10 @@ class WeightEngine(WeightTransferEngine):  # type: ignore[misc]
             message = dict(update_info)["message"]
             if self._receiver is not None:
                 raise RuntimeError("a session takes one update")
-            if message["transport"] not in SUPPORTED_TRANSPORTS:
-                raise ValueError(f"vLLM servers take the transports {SUPPORTED_TRANSPORTS}, got {message['transport']}")
+            if message["transport"] not in WHOLE_MODEL_TRANSPORTS:
+                raise ValueError(
+                    f"vLLM servers take the transports {WHOLE_MODEL_TRANSPORTS}, got {message['transport']}"
+                )
             self._receiver = receiver_class(message["transport"])(message, get_tensor_model_parallel_rank())
             require_owner(message)
             if self._session.ok:

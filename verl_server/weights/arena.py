@@ -146,7 +146,7 @@ class Report:
     unread: list[str] = field(default_factory=list)
     """Some of the tensors of the update that the model's loading code did not read."""
     share: tuple[int, int] = (0, 1)
-    """The tensors that the TP rank has verified: first position and step, see `checksum.verified_share`."""
+    """The tensors that the TP rank has verified: first position and step, see `verified_share`."""
 
     @classmethod
     def from_json(cls, fields: Json) -> Report:

@@ -1,8 +1,8 @@
 """The weight loader that runs inside each SGLang scheduler: receive an update's tensors, load them, send a report.
 
-SGLang calls `load` by its `--custom-weight-loader` hook with the JSON message that `message.serialize_message` wrapped.
-An exception here would end the server. Therefore every outcome goes to the trainer as a report of this TP rank;
-SGLang's HTTP reply speaks for TP rank 0 only.
+SGLang calls `load` by its `--custom-weight-loader` hook with the JSON message that `serialize_message` of
+`transports/base.py` wrapped. An exception here would end the server. Therefore every outcome goes to the trainer as a
+report of this TP rank; SGLang's HTTP reply speaks for TP rank 0 only.
 """
 
 from __future__ import annotations

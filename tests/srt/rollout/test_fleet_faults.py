@@ -12,6 +12,7 @@ import functools
 import json
 import pickle
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,6 +76,7 @@ class Server:
 
     asynchronous = None
     base_url = "http://server"
+    log_path = "/tmp/server.log"
 
     def __init__(self, name: str) -> None:
         self.name, self.model = name, Model()
@@ -266,7 +268,10 @@ def push(fleet: TestFleet, sender: shared_memory.Sender, version: int, replay: R
     "step", ["pause_generation", "begin_weight_update", "load", "report", "end_weight_update", "continue_generation"]
 )
 def test_a_server_that_answers_with_errors_does_not_block_updates(
-    step: str, make_fleet: Callable[..., TestFleet], sender: shared_memory.Sender
+    step: str,
+    make_fleet: Callable[..., TestFleet],
+    sender: shared_memory.Sender,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It is started again after its second failure. The update is published on the others in the same call."""
     fleet = make_fleet(3)
@@ -290,6 +295,12 @@ def test_a_server_that_answers_with_errors_does_not_block_updates(
     push(fleet, sender, 8)
     assert fleet.states() == 3 * [ReplicaState.HEALTHY]
     assert [server.model.weight.tolist() for server in fleet.servers] == 3 * [[8.0] * 4]
+    loss = fleet.fleet.replicas[1].last_loss
+    assert loss is not None, "the reason stays when the new server serves"
+    assert re.fullmatch(r"20\S+: .*\(http://server, its log: /tmp/server.log\)", loss)
+    assert f"replica {bad.name} has lost its server, {loss}" in [
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+    ]
 
 
 @pytest.mark.parametrize("failing", ["report", "reply"])

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from verl_server.errors import BadInputError
 from verl_server.trajectory.graph import (
+    DETAIL_FIELDS,
     MAIN_KINDS,
     SUMMARY_KIND,
     ForkReason,
@@ -229,7 +230,7 @@ def _find_source(graph: TrajectoryGraph, target: int, node_ids: set[int]) -> int
 # -- Details ----------------------------------------------------------------------------------------
 
 DETAILS_KEY = "verl_server"
-PLAIN_FIELDS = ("fork_reason", "finish_reason", "routed_experts", "branch", "tools_digest")
+PLAIN_FIELDS = tuple(name for name in DETAIL_FIELDS if name != "message")
 """Fields of a recorded node that its details have unchanged."""
 
 

@@ -1,4 +1,4 @@
-"""Transport for slow links: after a complete broadcast, only the elements that changed are sent (see `patches`).
+"""Transport for slow links: after a complete broadcast, only the elements that changed are sent.
 
 It costs a copy of the last weights on the trainer, and finding the changes takes the time of reading both copies. The
 checksums cover the complete result, not only the patch. All tensors are sent when more than half of their bytes
