@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from verl_server.errors import UnsupportedError
-from verl_server.integrations.trl.servers import require_trl
 
 
 def enable_async_grpo_on_cpu() -> None:
@@ -24,6 +23,8 @@ def enable_async_grpo_on_cpu() -> None:
 
     Raises UnsupportedError for another version of TRL.
     """
+    from verl_server.integrations.trl.servers import require_trl  # the package imports this file
+
     require_trl()
     from trl.experimental.async_grpo import async_grpo_trainer
 

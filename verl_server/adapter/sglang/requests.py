@@ -390,7 +390,7 @@ def explain_refusal(error: VerlServerError, sampling_params: Any) -> VerlServerE
         return error
     known = SamplingParams.model_fields
     all_params = sampling_params if is_list(sampling_params) else [sampling_params or {}]
-    unlisted = sorted({name for params in all_params for name in params if name not in known})
+    unlisted = sorted({name for params in all_params for name in params or {} if name not in known})
     hints = {name: did_you_mean(name, known) for name in unlisted}
     named = [f"{name!r}{hint}" for name, hint in hints.items() if (hint if is_failure else name in error.message)]
     if not named:

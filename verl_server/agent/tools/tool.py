@@ -156,7 +156,7 @@ def is_raise(frame: traceback.FrameSummary) -> bool:
 # The text of what a tool returns, which the policy reads.
 
 JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-fA-F]+>")
+ADDRESS = re.compile(r"<(?:[^<>]|<\w+>)* at 0x[0-9a-fA-F]+>")
 """How Python writes an object that has no text of its own."""
 
 

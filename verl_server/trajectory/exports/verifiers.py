@@ -152,8 +152,8 @@ class ModelCall(BaseModel):
     model: str | None = None
     finish_reason: str | None = None
     """One of the `FINISH_REASONS`."""
-    usage: dict[str, Count] | None = None
-    """`prompt_tokens` and `completion_tokens`."""
+    usage: Json | None = None
+    """`prompt_tokens`, `completion_tokens`, and what newer versions of verifiers add."""
 
 
 class AgentInfo(BaseModel):
