@@ -94,6 +94,8 @@ EDGES = (
         pattern_properties(300, ".{0,900}a{3,999}"),
         pattern_properties(1, ".?" * 13),
         pattern_properties(1, ".{0,99}x" * 12),
+        pattern_properties(1, "(a?b?c?){5000}"),
+        {"type": "string", "pattern": "[" * 60_000},
         pattern_properties(12, ".{0,900}x"),
         {"type": "string", "pattern": "a{0," + "9" * 5000 + "}"},
         pattern_properties(201, ".*x"),

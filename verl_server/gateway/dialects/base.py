@@ -159,12 +159,14 @@ MAX_PATTERN_CHARS = 4000
 engine for each character."""
 MAX_CHOICES, MAX_PATTERN_CHOICES, MAX_COUNTS = 200, 12, 10_000
 """Maximum number of `?`, `*`, `+` and `{m,n}` of a schema, and of one of its regular expressions, and maximum sum of
-the numbers in `{m,n}`, each times the number of choices of its expression. The time of the compiler grows with powers
-of them, and each schema takes one of the engine's threads for schemas."""
+the numbers in `{n}` and `{m,n}`, each times the number of choices of its expression. The time of the compiler grows
+with powers of them, and each schema takes one of the engine's threads for schemas."""
 FORMAT_CHOICES = 4
 """What a `format` of a schema counts for: a backend compiles it as a regular expression of its own."""
-_PATTERN_TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?|(?P<choice>[?*+]|\{\d*,\d*\})", re.DOTALL)
-"""Escaped characters, classes and the beginnings of groups such as `(?:` have none of these, and choices."""
+_PATTERN_TOKEN = re.compile(
+    r"\\.|\[(?:\\.|[^\]\\])*\]|\(\?|(?P<choice>[?*+]|\{\d*,\d*\})|(?P<repeat>\{\d+\})", re.DOTALL
+)
+"""Escaped characters, classes and the beginnings of groups such as `(?:` have none of these, choices, and repeats."""
 
 
 def encode_schema(name: str, schema: Any) -> str:
@@ -189,13 +191,16 @@ def encode_schema(name: str, schema: Any) -> str:
             "counts"
         )
     patterns = [pattern for part in objects for pattern in _patterns_of(part)]
-    choices = [list(filter(None, _PATTERN_TOKEN.findall(pattern))) for pattern in patterns]
+    num_characters = sum(map(len, patterns))  # the search takes their square
+    tokens = [_PATTERN_TOKEN.findall(pattern) for pattern in patterns if num_characters <= MAX_PATTERN_CHARS]
+    choices = [[choice for choice, _ in found if choice] for found in tokens]
+    numbers = [sum(map(int, re.findall(r"\d+", "".join(map("".join, found))))) for found in tokens]
     num_choices = sum(map(len, choices)) + FORMAT_CHOICES * sum(isinstance(part.get("format"), str) for part in objects)
     if (
-        sum(map(len, patterns)) > MAX_PATTERN_CHARS
+        num_characters > MAX_PATTERN_CHARS
         or num_choices > MAX_CHOICES
         or max(map(len, choices), default=0) > MAX_PATTERN_CHOICES
-        or sum(len(found) * sum(map(int, re.findall(r"\d+", "".join(found)))) for found in choices) > MAX_COUNTS
+        or sum(max(len(found), 1) * number for found, number in zip(choices, numbers, strict=True)) > MAX_COUNTS
     ):
         raise bad_request(
             f"{name!r} has regular expressions that are too large: a schema may have {MAX_PATTERN_CHARS} characters of "
