@@ -152,6 +152,8 @@ def _decorated_methods(kind: type, read_options: Callable[[object], Options | No
                     raise BadInputError(
                         f"{name!r} is a method of every environment; give the tool or reward another name"
                     )
+                if options_of(value) is not None and reward_of(value) is not None:
+                    raise BadInputError(f"{base.__name__}.{name} is a tool and a reward: the policy could call it")
                 found[name] = options
     return found
 

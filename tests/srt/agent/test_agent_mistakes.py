@@ -471,6 +471,8 @@ def test_tools_and_rewards_that_would_be_lost_are_refused(renderer: ChatRenderer
         run(type("E", (Environment,), {"check": wrapper(function)}), renderer)
     with pytest.raises(BadInputError, match="'run' is a method of every environment; give the tool or reward another"):
         run(type("E", (Environment,), {"run": function}), renderer)
+    with pytest.raises(BadInputError, match="check is a tool and a reward"):
+        run(type("E", (Environment,), {"check": tool(reward(lambda sample: 1.0))}), renderer)
 
 
 def test_static_methods_and_class_methods_are_tools_and_rewards(renderer: ChatRenderer) -> None:

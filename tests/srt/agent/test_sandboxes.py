@@ -438,6 +438,10 @@ def test_wrong_commands_are_refused() -> None:
             await box.write_file("x", 5)  # type: ignore[arg-type]
         for kwargs in ({"env": {"A=B": "1"}}, {"env": {"A": "a\0"}}, {"cwd": "a\0"}, {"env": {"A": "x" * 200_000}}):
             assert (await box.run("true", **kwargs)).exit_code == 127
+        with pytest.raises(BadInputError, match="env must be a dict of strings"):
+            await box.run("true", env={"SEED": 1})  # type: ignore[dict-item]
+        with pytest.raises(BadInputError, match="`~` is not expanded"):
+            await box.write_file("~/x", "")
         with pytest.raises(OSError, match="cannot read"):
             await box.read_file("")
         for path in ("a\0", "a/../\0"):

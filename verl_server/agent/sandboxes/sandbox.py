@@ -40,6 +40,20 @@ def _as_bytes(content: str | bytes) -> bytes:
     return content.encode("utf-8", "surrogateescape") if isinstance(content, str) else bytes(memoryview(content))
 
 
+def _as_path(path: str | os.PathLike[str]) -> str:
+    """The path as text. Raises BadInputError for a leading `~`, which would be the name of a folder."""
+    if (text := os.fspath(path)).startswith("~"):
+        raise BadInputError(f"`~` is not expanded in {text!r:.80}; the folder of the sandbox is its home")
+    return text
+
+
+def _require_texts(env: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables. Raises BadInputError for values that are no text: the command would end with exit code 127."""
+    if not all(isinstance(item, str) for pair in env.items() for item in pair):
+        raise BadInputError(f'env must be a dict of strings such as {{"SEED": "1"}}, got {env!r:.80}')
+    return env
+
+
 # -- Sandbox ----------------------------------------------------------------------------------------
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -174,8 +188,8 @@ class Sandbox(ABC):
         `timeout_s` that is no positive number, and for a sandbox that was not started or was started in another event
         loop; InfrastructureError if the sandbox has failed or is closed.
         """
-        folder = None if cwd is None else os.fspath(cwd)
-        outcome = await self._execute_running(command, _as_bytes(stdin), folder, env or {}, timeout_s)
+        folder = None if cwd is None else _as_path(cwd)
+        outcome = await self._execute_running(command, _as_bytes(stdin), folder, _require_texts(env or {}), timeout_s)
         stdout, stderr = (output.decode("utf-8", "replace") for output in (outcome.stdout, outcome.stderr))
         return CommandResult(outcome.exit_code, stdout, stderr, outcome.exceeded)
 
@@ -186,7 +200,7 @@ class Sandbox(ABC):
 
         Raises OSError if the file cannot be written, and the errors of `run`.
         """
-        data, target = _as_bytes(content), os.fspath(path)
+        data, target = _as_bytes(content), _as_path(path)
         if len(data) > self.limits.max_file_bytes:
             raise OSError(
                 f"{target} would have {len(data)} bytes, more than max_file_bytes={self.limits.max_file_bytes}"
@@ -201,7 +215,7 @@ class Sandbox(ABC):
 
         Raises OSError if the file cannot be read or is longer, and the errors of `run`.
         """
-        target, limit = os.fspath(path), self.limits.max_output_bytes
+        target, limit = _as_path(path), self.limits.max_output_bytes
         command = ["sh", "-c", 'exec head -c "$2" < "$1"', "sh", target, str(limit)]
         outcome = await self._execute_running(command, b"", None, {}, timeout_s)
         if outcome.exit_code:
