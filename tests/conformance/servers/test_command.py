@@ -143,7 +143,7 @@ def test_help_of_the_program_that_writes_the_page() -> None:
         (["--case", "readback"], "unknown case 'readback'; the cases are read-back, .*did you mean 'read-back'"),
         (["--engine", "http://[::1"], "is not an HTTP URL"),
         (["--output", __file__], "output: no file can be created"),
-        (["--engine", "vllm", "--vllm-python", "/no/python"], "server_python /no/python does not exist"),
+        (["--engine", "vllm", "--vllm-python", "/no/python"], "server_python /no/python is no executable file"),
         (["--engine", "sglang", "--engine", "sglang"], "--engine sglang is given more than once"),
     ],
 )
