@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ALLOWED_FAILURES = (503, 529)
 """Statuses with which a gateway says that the engine cannot generate now."""
-LEAK = re.compile(rb'Traceback|File "|[\w.-]*\.py\b|[\w./-]*(?:site-packages|/tmp/|/home/|/root/|/usr/lib)')
+LEAK = re.compile(rb'Traceback|File "|[\w./-]*(?:\.py\b|site-packages|/tmp/|/home/|/root/|/usr/lib)[\w./-]*')
 TIMEOUT_S = 60.0
 CASES_PER_SESSION = 500
 SESSION: dict[str, Any] = {"sampling_params": {"max_new_tokens": 2, "temperature": 1.0}}
@@ -131,7 +131,8 @@ def _run_operation(gateway: Gateway, report: Report, operation: Any, mode: Any, 
             case.path_parameters.update({name: known[name] for name in case.path_parameters})
         sent = case.call(headers=headers, timeout=TIMEOUT_S)
         body = getattr(case, "body", None)
-        report.check(f"{case.method} {case.path} {body}", sent.status_code, sent.content)
+        given = (case.path_parameters, case.query, case.headers, case.cookies, body)
+        report.check(f"{case.method} {case.path} {given}", sent.status_code, sent.content)
 
     with contextlib.suppress(Unsatisfiable):  # nothing is invalid in a request without parameters, for example
         run()

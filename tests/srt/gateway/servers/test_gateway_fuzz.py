@@ -73,6 +73,8 @@ def test_the_fuzz_notices_what_is_wrong(status: int, body: bytes) -> None:
     report.check("a request", 503, b'{"error": "the engine is busy"}')
     report.check("{'vllm_backend.py': 1}", 400, b"vllm_backend.py: there is no such field")
     assert len(report.findings) == 1
+    report.check("{'/tmp/a': 1}", 400, b"/tmp/a/secret: there is no such field")
+    assert len(report.findings) == 2, "a longer path than that of the request"
 
 
 # -- the description --------------------------------------------------------------------------------------
