@@ -8,13 +8,13 @@ ends with the job that created it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from verl_server.server.process import AbortCheck
 
 try:
     import ray
-    from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+    from ray.exceptions import ActorDiedError, RayError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 except ImportError as error:
@@ -43,6 +43,7 @@ from verl_server.rollout.launchers.ray_server import (
     POLL_INTERVAL_S,
     RayServer,
     ServerActor,
+    call_actors,
     end_actors,
     first_line,
     node_arguments,
@@ -60,21 +61,26 @@ FIRST_ANSWER_TIMEOUT_S = 120.0
 """Seconds within which a new actor answers. The link to its node may be cut for a part of them."""
 
 
-def ask(call: Callable[[], Any], timeout_s: float, check_abort: AbortCheck, problem: str) -> Iterator[Any]:
-    """The values of the Ray references that `call` returns. It is called again after each value, and after a silence.
+def ask(
+    call: Callable[[], list[Future[Any]]], timeout_s: float, check_abort: AbortCheck, problem: str
+) -> Iterator[list[Any]]:
+    """The results of the futures that `call` returns. It is called again after each list, and after a silence.
 
     Raises StartupError after `timeout_s` seconds, or the error of `check_abort`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        references, asked_at = call(), time.monotonic()
+        futures, asked_at = call(), time.monotonic()
         while time.monotonic() - asked_at < ANSWER_TIMEOUT_S:
             if time.monotonic() > deadline:
                 raise StartupError(f"{problem} after {timeout_s:g} s")
             if (reason := check_abort()) is not None:
                 raise reason
-            with contextlib.suppress(GetTimeoutError):
-                yield ray.get(references, timeout=POLL_INTERVAL_S)
+            done, waiting = wait(futures, POLL_INTERVAL_S, FIRST_EXCEPTION)
+            for future in done:
+                future.result()  # raises the error of the first call that has failed
+            if not waiting:
+                yield [future.result() for future in futures]
                 break
 
 
@@ -99,7 +105,7 @@ def start_with_actors(
             actors.append(actor)  # those before an error are ended
         problem = f"an actor of {name} does not answer"
         nodes: list[Json] = next(
-            ask(lambda: [each.describe_node.remote() for each in actors], FIRST_ANSWER_TIMEOUT_S, check_abort, problem)
+            ask(lambda: call_actors(actors, "describe_node"), FIRST_ANSWER_TIMEOUT_S, check_abort, problem)
         )
         head = _start_on_nodes(name, actors, nodes, server_args, config, envs, check_abort)[0]
         adapter = HttpServerEngineAdapter.attach(
@@ -139,7 +145,7 @@ def _start_on_nodes(
     timeout_s, problem = config.timeouts.start_s + ANSWER_TIMEOUT_S, f"{name} was not ready"
     replies: list[Json]
     for replies in ask(
-        lambda: [actor.start.remote(*rest) for actor, *rest in arguments], timeout_s, check_abort, problem
+        lambda: [actor.start.remote(*rest).future() for actor, *rest in arguments], timeout_s, check_abort, problem
     ):
         for reply in replies:
             if "error" in reply:
@@ -217,7 +223,7 @@ class RayLauncher:
 
         def create_actors() -> Iterator[Any]:
             no_room = f"the cluster has no free resources for {name} ({resources})"
-            next(ask(group.ready, config.timeouts.start_s, check_abort, no_room))
+            next(ask(lambda: [group.ready().future()], config.timeouts.start_s, check_abort, no_room))
             for node in range(num_nodes):
                 yield self._create_actor(f"{name}_{node}", group, node, resources, config, check_abort)
 
@@ -268,8 +274,9 @@ class RayLauncher:
     def _answers(self, name: str) -> bool:
         """Whether the actor of this name lives."""
         try:
-            ray.get(ray.get_actor(name, namespace=self._namespace).remote_server.remote(), timeout=ANSWER_TIMEOUT_S)
-        except (RayError, ValueError):
+            actor = ray.get_actor(name, namespace=self._namespace)
+            call_actors([actor], "remote_server")[0].result(ANSWER_TIMEOUT_S)
+        except (RayError, ValueError, TimeoutError):
             return False
         return True
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError, RaySystemError
 
 from verl_server.adapter.engine import get_engine
 from verl_server.config import AdapterConfig, shares_forkservers
@@ -133,17 +134,17 @@ class RayServer(ExitNotifier):
         """Ask all actors repeatedly. The first end that an actor reports is the end of the server."""
         while self.exit is None:
             try:
-                reports = ray.get(
-                    [actor.watch.remote(POLL_INTERVAL_S) for actor in self._actors], timeout=ANSWER_TIMEOUT_S
-                )
-            except GetTimeoutError:
-                continue  # a busy node, or one that cannot be reached now; a call to a dead one raises RayError
+                calls = call_actors(self._actors, "watch", POLL_INTERVAL_S)
+                done, waiting = wait(calls, ANSWER_TIMEOUT_S, FIRST_EXCEPTION)
+                reports = [call.result() for call in done]
             except RayError as error:
                 self.note_exit(ExitStatus(f"its Ray actor: {first_line(error)}", None, ""))
                 return
             except (Exception, SystemExit) as error:  # noqa: BLE001 - Ray itself was shut down
                 self.note_exit(ExitStatus(f"Ray: {first_line(error)}", None, ""))
                 return
+            if waiting:  # a busy node, or one that cannot be reached now; a call to a dead one raises RayError
+                continue
             nodes = [SchedulerCpu(**report["cpu"]) for report in reports if report["cpu"] is not None]
             self._cpu = SchedulerCpu(sum(node.own_s for node in nodes), sum(node.helpers_s for node in nodes))
             for report in reports:
@@ -164,22 +165,33 @@ class RayServer(ExitNotifier):
         return self._cpu
 
     def keep_log(self) -> None:
-        for actor in self._actors:
-            actor.keep_log.remote()
+        with contextlib.suppress(Exception):  # an actor that has ended has kept its log, or cannot
+            call_actors(self._actors, "keep_log")
 
     def stop(self, deadline_s: float = 10.0) -> None:
         end_actors(self._actors, deadline_s)
         self.note_exit(ExitStatus("stop", None, ""))
-        with contextlib.suppress(Exception):  # Ray may be shut down; it has taken the devices back then
-            self._free_resources()
+        if ray.is_initialized():  # otherwise Ray has taken the devices back, and a call would connect to it again
+            with contextlib.suppress(Exception):
+                self._free_resources()
+
+
+def call_actors(actors: Sequence[Any], method: str, *args: Any) -> list[Future[Any]]:
+    """Call a method of all actors. Wait for the futures, not in `ray.get`: Ray may be shut down meanwhile, and a thread
+    that is in `ray.get` then crashes the process.
+
+    Raises RaySystemError if Ray was shut down: a call would connect this process again.
+    """
+    if not ray.is_initialized():
+        raise RaySystemError("Ray was shut down in this process")
+    return [getattr(actor, method).remote(*args).future() for actor in actors]
 
 
 def end_actors(actors: Sequence[Any], deadline_s: float) -> None:
-    """End the servers of the actors within `deadline_s` seconds, then the actors."""
-    stops = [actor.stop.remote() for actor in actors]
+    """End the servers of the actors within `deadline_s` seconds, then the actors. A lost Ray has ended them already."""
     with contextlib.suppress(Exception):  # an actor that is dead or too slow: its server ends with it
-        ray.get(stops, timeout=deadline_s)
-    for actor in actors:
+        wait(call_actors(actors, "stop"), deadline_s)
+    for actor in actors if ray.is_initialized() else []:
         with contextlib.suppress(Exception):
             ray.kill(actor)
 

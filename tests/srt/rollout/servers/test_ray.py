@@ -207,6 +207,37 @@ def test_a_name_of_another_fleet_is_refused_soon(address: str, tiny: Callable[..
     assert "RayLauncher(namespace=...)" in refusal
 
 
+#: Ray is shut down under a fleet, and the process connects again while the fleet would still wait for an answer.
+CONNECTS_AGAIN = """
+import sys, time
+
+import ray
+from verl_server import RecoveryConfig, RolloutManager
+from verl_server.ray import RayLauncher
+from verl_server.rollout.launchers import ray_server
+
+address, folder = sys.argv[1:]
+ray_server.ANSWER_TIMEOUT_S = 3.0
+recovery = RecoveryConfig(max_restarts=0)
+server = {"model_path": folder, "dtype": "float32", "max_total_tokens": 4096}
+fleet = RolloutManager(1, launcher=RayLauncher(address), recovery=recovery, **server)
+for _ in range(5):
+    ray.shutdown()
+    ray.init(address, log_to_driver=False)
+    ray.get(ray.util.placement_group([{"CPU": 1}]).ready())
+    time.sleep(1.0)
+fleet.shutdown()
+print("alive", fleet.replicas)
+"""
+
+
+def test_a_process_that_shuts_ray_down_under_its_fleet_goes_on(address: str, tiny: Callable[..., Path]) -> None:
+    command = [sys.executable, "-c", CONNECTS_AGAIN, address, str(tiny("qwen3"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "alive" in done.stdout
+
+
 def test_a_replica_on_two_nodes(launcher: Any, one_rank: DeviceMesh, tiny: Callable[..., Path]) -> None:
     folder = str(tiny("qwen3"))
     model = reference_model(folder)
