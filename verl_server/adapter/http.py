@@ -11,8 +11,9 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
@@ -162,9 +163,8 @@ class HttpClient:
         url, body = self.base_url + endpoint.path, parse_json_or_text(raw)
         return error_from_reply(status, url, body, endpoint.is_optional)
 
-    @asynccontextmanager
-    async def _request(self, endpoint: Endpoint, payload: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The response to one request. Raises DeadlineError when the request takes too long."""
+    def _request(self, endpoint: Endpoint, payload: Any) -> _Request:
+        """Context manager of the response to one request."""
         self.require_usable()
         pool, timeout, url = self.pool(), self._deadlines[endpoint.kind], self.base_url + endpoint.path
         context = pool.session.request(
@@ -174,35 +174,7 @@ class HttpClient:
             headers=(self._admin_headers if endpoint.needs_admin_key else self._headers) | trace_headers(),
             timeout=timeout,
         )
-        try:
-            async with context as response:
-                pool.responses.add(response)
-                try:
-                    self.require_usable()
-                    self.require_same_process(response.headers.get(PROCESS_HEADER))
-                    yield response
-                finally:
-                    pool.responses.discard(response)
-        except VerlServerError:
-            raise
-        except aiohttp.ConnectionTimeoutError as error:
-            self.address = None
-            raise DeadlineError(
-                f"nothing answers at {self.base_url}: there was no connection after {timeout.sock_connect:g} s. Check "
-                "that the machine can be reached, and that this is its host and port",
-                operation=endpoint.path,
-                seconds=timeout.sock_connect,
-                url=url,
-            ) from error
-        except TimeoutError as error:
-            seconds = timeout.total or timeout.sock_connect
-            raise DeadlineError(
-                f"{url} did not answer within {seconds:g} s: the server has stalled, its machine cannot be reached, or "
-                f"the {endpoint.kind.value} deadline in `timeouts` is too short for this model.",
-                operation=endpoint.path,
-                seconds=seconds,
-                url=url,
-            ) from error
+        return _Request(self, pool, endpoint, timeout, context)
 
     async def _explain_broken_connection(self, endpoint: Endpoint, error: Exception) -> VerlServerError:
         """The cause of a broken connection: the error of `fail`, the death of the server, or the network."""
@@ -377,6 +349,69 @@ class _Pool:
         """End the calls that read a body. Closing the session ends only the calls that wait for an answer."""
         for response in list(self.responses):
             response.close()
+
+
+class _Request(AbstractAsyncContextManager[aiohttp.ClientResponse]):
+    """Context manager of the response to one request, which raises DeadlineError when the request takes too long.
+
+    It is no generator: an event loop that ends closes all its generators in any order, so it could close the context
+    manager of a request before the stream that uses it.
+    """
+
+    def __init__(
+        self,
+        http: HttpClient,
+        pool: _Pool,
+        endpoint: Endpoint,
+        timeout: aiohttp.ClientTimeout,
+        context: AbstractAsyncContextManager[aiohttp.ClientResponse],
+    ) -> None:
+        self._http, self._pool, self._endpoint, self._timeout = http, pool, endpoint, timeout
+        self._context = context
+        """aiohttp's context manager of the response."""
+        self._response: aiohttp.ClientResponse | None = None
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            response = await self._context.__aenter__()
+        except TimeoutError as error:
+            raise self._deadline_error(error) from error
+        self._response = response
+        self._pool.responses.add(response)
+        try:
+            self._http.require_usable()
+            self._http.require_same_process(response.headers.get(PROCESS_HEADER))
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return response
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._response is not None
+        self._pool.responses.discard(self._response)
+        await self._context.__aexit__(error_type, error, traceback)
+        if isinstance(error, TimeoutError) and not isinstance(error, VerlServerError):
+            raise self._deadline_error(error) from error
+
+    def _deadline_error(self, error: TimeoutError) -> DeadlineError:
+        """The error that says which deadline has passed. After one of a connection, the address is chosen again."""
+        timeout, url = self._timeout, self._http.base_url + self._endpoint.path
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            self._http.address = None
+            seconds = timeout.sock_connect
+            message = (
+                f"nothing answers at {self._http.base_url}: there was no connection after {seconds:g} s. Check that "
+                "the machine can be reached, and that this is its host and port"
+            )
+        else:
+            seconds = timeout.total or timeout.sock_connect
+            message = (
+                f"{url} did not answer within {seconds:g} s: the server has stalled, its machine cannot be reached, or "
+                f"the {self._endpoint.kind.value} deadline in `timeouts` is too short for this model."
+            )
+        return DeadlineError(message, operation=self._endpoint.path, seconds=seconds, url=url)
 
 
 def close_without_loop(connector: aiohttp.BaseConnector) -> None:

@@ -7,13 +7,14 @@ import contextlib
 import gc
 import itertools
 import json
+import logging
 import os
 import re
 import socket
 import threading
 import traceback
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
-from helpers import free_port
+from helpers import free_port, wait_until
 from stub_servers import serving
 
 from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, RemoteServer, Timeouts
@@ -177,6 +178,46 @@ def test_the_error_of_a_blocking_call_is_freed_without_the_garbage_collector() -
         loop.close()
         gc.enable()
     assert [error() for error in errors] == [None] * 3
+
+
+def test_an_event_loop_that_ends_closes_its_streams(caplog: pytest.LogCaptureFixture) -> None:
+    """It closes all generators in any order, so there are many streams. Errors of it would be logged."""
+    connections: list[asyncio.Transport | None] = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        if request.path != "/generate":
+            return web.json_response({"model_path": "none"})
+        connections.append(request.transport)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"output_ids": [1], "meta_info": {}}\n\n')
+        await asyncio.sleep(60.0)
+        return response
+
+    async def start() -> tuple[web.ServerRunner, str]:
+        runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    async def generate(adapter: AsyncHttpServerEngineAdapter) -> None:
+        streams.extend(adapter.generate_stream(input_ids=[1]) for _ in range(20))
+        for stream in streams:
+            await anext(stream)
+
+    streams: list[AsyncGenerator[Json, None]] = []
+    thread = EventLoopThread()
+    runner, url = thread.run(start())
+    try:
+        adapter = AsyncHttpServerEngineAdapter.attach(url)
+        asyncio.run(generate(adapter))
+        assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+        assert len(connections) == len(streams) == 20
+        wait_until(lambda: all(one is None or one.is_closing() for one in connections), 10.0, "a connection is open")
+        asyncio.run(adapter.close_connections())
+    finally:
+        thread.run(runner.cleanup())
+        thread.close()
 
 
 @pytest.mark.parametrize("call", [EventLoopThread.run, EventLoopThread.submit])
