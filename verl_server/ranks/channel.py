@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hmac
+import os
 import queue
 import secrets
 import select
@@ -147,6 +148,7 @@ def wait_until_all_sent(channels: Iterable[Channel]) -> None:
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 """The channels of this process. Their messages are sent before it ends."""
 atexit.register(lambda: wait_until_all_sent(list(_channels)))
+os.register_at_fork(after_in_child=_channels.clear)  # a child has no threads that send: the parent sends the messages
 
 
 def encode_message(message: Json) -> bytes:

@@ -297,6 +297,31 @@ def test_messages_are_sent_before_the_process_ends() -> None:
     connection.close()
 
 
+FORK = """
+import os
+pid = os.fork()
+if pid:
+    os.waitpid(pid, 0)
+    print("the child has ended", flush=True)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_the_messages_of_its_parent() -> None:
+    """It has no thread that sends them. Its end came after `STALL_S` seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", LAST_WORDS + FORK, str(server.getsockname()[1])]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        connection = server.accept()[0]
+    started = time.monotonic()
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"the child has ended\n"
+    assert time.monotonic() - started < 5.0
+    assert received(connection) == {"text": "x" * 2**24}, "the parent sends its message after that"
+    assert process.wait(10.0) == 0
+    process.stdout.close()
+    connection.close()
+
+
 def test_all_ranks_receive_an_outcome_although_the_first_of_them_shuts_down_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
