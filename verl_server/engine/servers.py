@@ -18,7 +18,7 @@ import orjson
 
 from verl_server.adapter import HttpServerEngineAdapter
 from verl_server.adapter.client import tags_to_release, tags_to_resume, undefined_weights_reason
-from verl_server.adapter.model_files import read_facts, read_model_config, read_model_configs
+from verl_server.adapter.model_files import read_model_configs
 from verl_server.adapter.sglang.replies import parameter_dtypes, prompt_limits, require_logprobs
 from verl_server.adapter.sglang.requests import explain_refusal, generate_payload, require_known_fields
 from verl_server.adapter.sglang.server_arguments import (
@@ -415,7 +415,6 @@ class InProcessBackend(Servers):
         """Whether the weights were released, and not all pushed since."""
         self._failure: VerlServerError | None = None
         self.weight_version = parse_weight_version(server_args.get("weight_version"))
-        _require_divisible_heads(server_args)
         # Without this variable, SGLang's `Engine` on the nodes after the first never returns from its constructor.
         os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
         self._engine = self._executor.submit(_make_engine, dict(server_args)).result()
@@ -573,30 +572,6 @@ class InProcessBackend(Servers):
             self._executor.submit(engine.shutdown).result()
             self._executor.shutdown()
             remove_shared_memory(owned, reader=os.getpid())
-
-
-#: Server arguments with which other numbers of ranks divide a model.
-OTHER_DIVISIONS = (
-    "enable_dp_attention", "attn_dp_size", "attn_cp_size", "dcp_size", "json_model_override_args", "revision",
-)  # fmt: skip
-
-
-def _require_divisible_heads(server_args: Mapping[str, Any]) -> None:
-    """Raise BadInputError for a `tp_size` with which the scheduler fails: SGLang would end this process.
-
-    A model whose `config.json` is not on this machine is not checked.
-    """
-    tp = int(server_args.get("tp_size") or 1)
-    try:
-        heads = read_facts(read_model_config(str(server_args["model_path"]))).heads
-    except (OSError, ValueError):
-        return  # SGLang says what is wrong with the file
-    is_other = any(server_args.get(name) for name in OTHER_DIVISIONS) or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
-    if heads % tp and not is_other:
-        raise BadInputError(
-            f"tp_size={tp} cannot divide {heads} attention heads of the model {server_args['model_path']}. VerlEngine "
-            "sets tp_size to the number of its trainer ranks unless tp_size is given"
-        )
 
 
 def _make_engine(server_args: Json) -> Any:

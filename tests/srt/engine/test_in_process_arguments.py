@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from verl_server.engine import servers
+from verl_server import AdapterConfig
+from verl_server.engine import servers, start
 from verl_server.errors import BadInputError
+from verl_server.ranks.coordinator import RankCoordinator
 
 
 class StartedError(Exception):
@@ -19,10 +21,10 @@ class StartedError(Exception):
 @pytest.mark.parametrize(
     ("server_args", "error", "message"),
     [
-        ({"tp_size": 3}, BadInputError, "tp_size=3 cannot divide 4 attention heads of the model"),
+        ({"tp_size": 3}, BadInputError, "tp_size=3 cannot divide the 4 attention heads of the model"),
         ({"tp_size": 2}, StartedError, None),
         ({"tp_size": 3, "enable_dp_attention": True}, StartedError, None),
-        ({"tp_size": 3, "model_path": "/nowhere"}, StartedError, None),
+        ({"tp_size": 3, "model_path": "org/nowhere"}, StartedError, None),
     ],
 )
 def test_a_tp_size_that_would_end_the_trainer(
@@ -32,10 +34,17 @@ def test_a_tp_size_that_would_end_the_trainer(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def start(_: object) -> None:
+    def make_engine(_: object) -> None:
         raise StartedError
 
-    monkeypatch.setattr(servers, "_make_engine", start)
+    monkeypatch.setattr(servers, "_make_engine", make_engine)
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4}), encoding="utf-8")
     with pytest.raises(error, match=message):
-        servers.InProcessBackend({"model_path": str(tmp_path), **server_args})
+        start._make_backend(
+            RankCoordinator(0, 1, {}, 5.0),
+            start.BackendSource(launch_server=False, servers=(), fleet=None),
+            {"model_path": str(tmp_path), **server_args},
+            AdapterConfig(),
+            {},
+            on_server_death=print,
+        )
