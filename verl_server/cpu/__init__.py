@@ -1,7 +1,17 @@
 """What only a machine without an accelerator needs. A reader with GPUs never opens this folder.
 
-A server with an accelerator imports nothing from here. Others do it in a few functions, each of which has asked first
-whether there is an accelerator; `tests/srt/test_units.py` has the list.
+A server imports these files only if it runs on the CPU. Where the files are imported:
+
+`platforms/__init__.py`, `vllm_plugin/weights.py`  by servers that run on the CPU
+`server/launch.py`                                 before a server is started that cannot use an accelerator
+`integrations/verl/plugin.py`                      by every process that imports verl, to register a platform: verl uses
+                                                   it without an accelerator, or with `VERL_PLATFORM=cpu`
+`integrations/trl/__init__.py`                     by every trainer of TRL, for the public `enable_async_grpo_on_cpu`,
+                                                   which changes TRL when it is called
+`demo/`, `conformance/suite.py`                    on every machine: `prepare_forkserver` does nothing if a server may
+                                                   use an accelerator. The demo hides GPUs from its servers
+
+Files of the folders below this one (ARCHITECTURE.md) that import it are listed in `tests/srt/repository/test_units.py`.
 
 platform.py         SGLang's platform: defaults of the server arguments, refusals, size of the KV cache
 hooks.py            SGLang's processes: release of memory over HTTP, pinned memory, idle schedulers, forked workers

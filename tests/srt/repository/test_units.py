@@ -100,7 +100,7 @@ SHARED_MODULES = [
     "garbage_collection",
 ]
 UNRESTRICTED = ["tiny", "__init__", "__main__"]
-#: Files below `cpu/` that import it, each for machines without an accelerator only.
+#: Files below `cpu/` that import it. The docstring of `cpu/` says when they do.
 CPU_SWITCHES = {
     "integrations/trl/__init__.py", "integrations/verl/plugin.py", "platforms/__init__.py", "server/launch.py",
     "vllm_plugin/weights.py",
@@ -206,6 +206,17 @@ def test_lists_of_the_files_of_a_folder_are_complete() -> None:
     for folder, names in listed.items():
         files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert sorted(names) == sorted(files), f"{folder}/__init__.py must list the files of the folder"
+
+
+def test_the_cpu_folder_names_the_files_that_import_it() -> None:
+    docstring = ast.get_docstring(ast.parse((PACKAGE / "cpu/__init__.py").read_text())) or ""
+    named = set(re.findall(r"`(\S+)`", docstring))
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name != "cpu" and any(name.startswith("verl_server.cpu") for name in _imported_modules(path)):
+            file = path.relative_to(PACKAGE)
+            assert named & {str(file), f"{file.parent}/"}, file
+    for path in named:
+        assert "/" not in path or (PACKAGE / path).exists() or (PACKAGE.parent / path).exists(), path
 
 
 def test_every_error_keeps_its_type_and_details_between_ranks() -> None:
