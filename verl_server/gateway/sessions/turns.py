@@ -319,9 +319,15 @@ class Turns:
     def continue_with(self, graph: TrajectoryGraph) -> None:
         """Continue after the record was read again into `graph`. Turns that were running are being aborted.
 
-        A network file system may have lost the last nodes. Other turns will have their ids.
+        A network file system may have lost the last nodes. Other turns will have their ids, so lost turns are
+        forgotten, also those that a client still receives.
         """
         self._graph, count = graph, len(graph.nodes)
+        for fingerprint, turns in list(self._open.items()):
+            for turn in list(turns):
+                if turn.node_id is not None and turn.node_id >= count:
+                    self._forget_open(fingerprint, turn)
+                    turn.on_closed = None
         self._last = {key: node for key, node in self._last.items() if node < count}
         self._undelivered = {key: [each for each in ids if each < count] for key, ids in self._undelivered.items()}
 
@@ -421,14 +427,17 @@ class Turns:
 
     def _close(self, client: Client, turn: Generation) -> None:
         """Keep of a turn that is open no more what the next equal request needs: the record has the turn."""
-        turns = self._open[client.fingerprint]
-        turns.remove(turn)
-        if not turns:
-            del self._open[client.fingerprint]
+        self._forget_open(client.fingerprint, turn)
         if turn.node_id is not None:
             self._add_recorded(client.fingerprint, turn.node_id, is_delivered=turn.is_delivered)
         elif not turn.is_sent_again:
             self._add_refused(client, turn.num_retries)
+
+    def _forget_open(self, fingerprint: bytes, turn: Generation) -> None:
+        turns = self._open[fingerprint]
+        turns.remove(turn)
+        if not turns:
+            del self._open[fingerprint]
 
     def _add_recorded(self, fingerprint: bytes, node: int, *, is_delivered: bool) -> None:
         self._last[fingerprint] = max(node, self._last.get(fingerprint, node))

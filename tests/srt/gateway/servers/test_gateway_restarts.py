@@ -243,6 +243,32 @@ def test_a_turn_that_the_record_has_lost_is_not_found() -> None:
     assert turns.find(Client(b"c")) is None
 
 
+def test_an_open_turn_that_the_record_has_lost_is_not_found(tiny: Callable[..., Path]) -> None:
+    """Its client still receives the reply when the record is read again."""
+    asyncio.run(lose_an_open_turn(ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))))
+
+
+async def lose_an_open_turn(renderer: ChatRenderer) -> None:
+    async def turn() -> AssistantTurn:
+        return AssistantTurn("id", 1, "", "", (), "stop", None, 1, 0, (), (), ())
+
+    turns = Turns(graph_with_turns(2))
+    kept, lost = (Generation(turn(), 1, progress_of(renderer, node)) for node in range(2))
+    turns.add(Client(b"kept"), kept)
+    turns.add(Client(b"lost"), lost)
+    with kept.join(), lost.join():
+        await asyncio.gather(kept.task, lost.task)
+        turns.continue_with(graph := graph_with_turns(1))
+        assert turns.find(Client(b"kept", num_retries=1)) is kept
+        assert turns.find(Client(b"lost", num_retries=1)) is None, "a turn without a record"
+        lost.set_delivered()
+    assert not lost.is_open
+    graph.add_node(None, [1], sampled=True, fork_reason=ForkReason.SAMPLE, logprobs=[-1.0], spans=[Span(1, 0, 1)])
+    assert turns.find(Client(b"kept", num_retries=1)) is graph.node(0)
+    assert turns.find(Client(b"lost", num_retries=1)) is None, "another turn has the id of the lost turn"
+    assert list(turns) == []
+
+
 def test_a_retry_gets_the_turn_whose_client_has_left(tiny: Callable[..., Path]) -> None:
     """Two clients send the same request on purpose. One of them leaves and comes back: it gets its own sample."""
     asyncio.run(find_turns(ChatRenderer(AutoTokenizer.from_pretrained(tiny("qwen3")))))
