@@ -1,4 +1,4 @@
-"""Texts of the policy that come back in the messages of later conversations."""
+"""Texts of the policy that come back in the messages of later conversations: the plain rule, and its fast form."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from hypothesis import strategies as st
 from verl_server.gateway import ConversationKind, label_conversations
 from verl_server.gateway.sessions.history import (
     MAX_COMPARED_TURNS,
-    MAX_SUMMARY_LINES,
+    MIN_SUMMARY_CHARS,
     Opening,
-    comes_back,
+    WrittenText,
     find_main,
     kind_of,
+    last_in,
 )
 from verl_server.trajectory import ForkReason, Span, TrajectoryGraph
 
 SUMMARY = "The user wants a fix of the bug.\nThe file a.py was changed, and all tests pass now."
+
+
+def comes_back(turn_text: str, message: str) -> bool:
+    """The plain rule: the message contains lines of the turn that have at least half of its characters."""
+    lines = [line for part in turn_text.splitlines() if (line := part.strip())]
+    num_chars = sum(map(len, lines))
+    return num_chars >= MIN_SUMMARY_CHARS and 2 * sum(len(line) for line in lines if line in message) >= num_chars
 
 
 @pytest.mark.parametrize(
@@ -41,14 +49,64 @@ SUMMARY = "The user wants a fix of the bug.\nThe file a.py was changed, and all 
 )
 def test_a_summary_comes_back_line_by_line(turn: str, text: str, expected: bool) -> None:
     assert comes_back(turn, text) is expected
+    assert last_in(text, [WrittenText(turn)]) == (0 if expected else None)
 
 
-def test_of_a_long_text_the_longest_lines_are_looked_for() -> None:
-    lines = [f"{number}: {'x' * number}" for number in range(100)]
-    text, end = "\n".join(lines), "\n".join(lines[-MAX_SUMMARY_LINES:])
-    assert comes_back(text, f"Go on.\n{text}")
-    assert comes_back(text, end)
-    assert not comes_back(text, "\n".join(lines[:-MAX_SUMMARY_LINES]))
+def test_all_lines_of_a_long_text_count() -> None:
+    """A list of many short lines under a few long lines: each half alone comes back if it has most characters."""
+    long, short = [f"{number}: {'x' * 80}" for number in range(16)], [f"{number}: step" for number in range(300)]
+    text = WrittenText("\n".join(long + short))
+    assert last_in("\n".join(short), [text]) == 0
+    assert last_in("\n".join(long), [text]) is None
+    assert last_in("\n".join(long + short[:150]), [text]) == 0
+    assert last_in("\n".join(long[:8]), [text]) is None
+
+
+LINES = st.text("ab \u00e9\u2028\U0001f642\ud800", max_size=140)
+"""Lines of few letters: parts of a line are in many messages."""
+
+
+@st.composite
+def texts_and_messages(draw: st.DrawFn) -> tuple[list[str], list[str]]:
+    """Texts and messages of the same lines, which are joined, cut and indented in different ways."""
+    pool = draw(st.lists(LINES, min_size=1, max_size=6))
+    pool += [line[: len(line) // 2] for line in pool] + [line[1:] for line in pool]
+
+    def some(separators: list[str], max_texts: int) -> list[str]:
+        text = st.tuples(st.sampled_from(separators), st.lists(st.sampled_from(pool), max_size=8))
+        return [separator.join(lines) for separator, lines in draw(st.lists(text, min_size=1, max_size=max_texts))]
+
+    return some(["\n", "\r\n  "], 6), some(["\n", "", "b", "\n> "], 4)
+
+
+@given(texts_and_messages())
+def test_the_fast_form_finds_what_the_plain_rule_finds(texts_messages: tuple[list[str], list[str]]) -> None:
+    texts, messages = texts_messages
+    written = [WrittenText(text) for text in texts]
+    for message in messages:
+        found = [index for index, text in enumerate(texts) if comes_back(text, message)]
+        assert last_in(message, written) == max(found, default=None)
+
+
+class SearchedText(str):
+    """A text that counts how often it is searched for another text."""
+
+    num_searches = 0
+
+    def __contains__(self, text: object) -> bool:
+        type(self).num_searches += 1
+        return isinstance(text, str) and super().__contains__(text)
+
+
+def test_lines_that_a_message_does_not_have_are_not_searched_for() -> None:
+    """The plain rule searches a message once for each line of each text."""
+    texts = ["\n".join(f"{agent} has read line {line} of its file" for line in range(200)) for agent in range(32)]
+    written = [WrittenText(text) for text in texts]
+    message = SearchedText("\n".join(f"agent {line} should look at its file" for line in range(1000)))
+    assert last_in(message, written) is None
+    assert SearchedText.num_searches < 100
+    assert last_in(SearchedText(f"{message}\n{texts[5]}"), written) == 5
+    assert SearchedText.num_searches < 1000
 
 
 Conversation = tuple[str, bool, list[str], str]

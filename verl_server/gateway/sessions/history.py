@@ -12,6 +12,7 @@ import bisect
 import contextlib
 import dataclasses
 import enum
+import functools
 import hashlib
 import itertools
 import logging
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from verl_server.gateway.conversation import LITELLM_EMPTY_TEXT, AssistantTurn, TurnRequest, normalize_messages
@@ -371,35 +374,83 @@ def _share_text(first: str, second: str) -> bool:
 
 
 # -- Returning texts --------------------------------------------------------------------------------
+# Finds the texts of the policy that come back in later messages of the user. Pure.
+#
+# To search a long message for each line of each text takes seconds. So a line is searched for only if the message may
+# have its first and its last piece, by the hashes of all pieces of the message.
 
 MIN_SUMMARY_CHARS = 40
 """Minimum number of characters of a text that is recognised when it comes back. Shorter texts come back by chance."""
-MAX_SUMMARY_LINES = 16
-"""Number of lines of a text that are looked for: the longest ones."""
+MAX_PIECE_CHARS = 64
+"""Length of the longest pieces that are hashed. The lengths are the powers of 2 up to this length."""
+SLOTS_PER_CHAR = 4
+"""Minimum number of slots for the hashes, per character of a message. More slots rule out more lines."""
+FACTOR = 0x01000193
+"""Odd factor of the hashes: the prime of FNV-1a."""
+
+Hashes = npt.NDArray[np.uint32]
 
 
-def comes_back(text: str, message: str) -> bool:
-    """Whether a message of the user has most of a text of the policy, line by line.
+class WrittenText:
+    """A text of the policy, as the stripped lines that a message is searched for."""
 
-    Agents change the lines around a summary, for example the tags that they asked for.
+    def __init__(self, text: str) -> None:
+        self.lines = [line for part in text.splitlines() if (line := part.strip())]
+        lengths = np.fromiter(map(len, self.lines), np.intp, len(self.lines))
+        self.lengths: npt.NDArray[np.intp] = lengths
+        self.pieces = dict[int, tuple[npt.NDArray[np.intp], Hashes]]()
+        """By the length of pieces: lines whose longest pieces have it, and the hashes of their first and last piece."""
+        starts = np.cumsum(lengths + 1) - lengths - 1
+        for size, hashes in _piece_hashes("\n".join(self.lines)):
+            is_longest = (lengths >= size) & ((lengths < 2 * size) | (size == MAX_PIECE_CHARS))
+            found = np.flatnonzero(is_longest)
+            if len(found):
+                self.pieces[size] = found, hashes[np.stack([starts[found], starts[found] + lengths[found] - size])]
+
+    def is_most(self, num_chars: int) -> bool:
+        """Whether a number of characters is at least half of the text, if the text is not too short."""
+        total = int(self.lengths.sum())
+        return total >= MIN_SUMMARY_CHARS and 2 * num_chars >= total
+
+
+def last_in(message: str, texts: Sequence[WrittenText]) -> int | None:
+    """Index of the last of the texts that comes back in a message of the user. None if no text does.
+
+    A text comes back if lines with at least half of its characters are in the message: agents change the lines around a
+    summary, for example the tags that they asked for.
     """
-    lines = sorted((line for part in text.splitlines() if (line := part.strip())), key=len)[
-        : -MAX_SUMMARY_LINES - 1 : -1
-    ]
-    num_chars = sum(map(len, lines))
-    if num_chars < MIN_SUMMARY_CHARS:
-        return False
-    num_missing = 0
-    for line in lines:
-        num_missing += 0 if line in message else len(line)
-        if 2 * num_missing > num_chars:  # after a few lines of most texts
-            return False
-    return True
+    if not any(text.is_most(int(text.lengths.sum())) for text in texts):
+        return None
+    may_have = [np.zeros(len(text.lines), np.bool_) for text in texts]
+    num_slots = 1 << (SLOTS_PER_CHAR * len(message)).bit_length()
+    for size, hashes in _piece_hashes(message):
+        compared = [
+            (mask, *text.pieces[size]) for mask, text in zip(may_have, texts, strict=True) if size in text.pieces
+        ]
+        if compared:
+            has_slot = np.zeros(num_slots, np.bool_)
+            has_slot[hashes & np.uint32(num_slots - 1)] = True
+            for mask, lines, ends in compared:
+                has_first, has_last = has_slot.take(ends & np.uint32(num_slots - 1))
+                mask[lines] = has_first & has_last
+    for index in reversed(range(len(texts))):
+        text, mask = texts[index], may_have[index]
+        if text.is_most(int(text.lengths @ mask)):
+            possible = (text.lines[line] for line in np.flatnonzero(mask))
+            if text.is_most(sum(len(line) for line in possible if line in message)):
+                return index
+    return None
 
 
-def _last_in(message: str, turns: Sequence[Node]) -> Node | None:
-    """The last of the turns whose text comes back in a message."""
-    return next((turn for turn in reversed(turns) if comes_back(_text_of_turn(turn), message)), None)
+def _piece_hashes(text: str) -> Iterator[tuple[int, Hashes]]:
+    """Each length of pieces, and the hashes of the pieces that begin at each character."""
+    hashes: Hashes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    size = 1
+    while len(hashes) and size <= MAX_PIECE_CHARS:
+        yield size, hashes
+        longer = hashes[:-size] * np.uint32(pow(FACTOR, size, 1 << 32))
+        longer += hashes[size:]
+        hashes, size = longer, 2 * size
 
 
 # -- Conversation labels ----------------------------------------------------------------------------
@@ -431,16 +482,17 @@ def label_conversations(graph: TrajectoryGraph) -> dict[int, ConversationKind]:
     last_turns = [node for node in graph.nodes if node.sampled and not graph.children(node.id)]
     kinds = dict[int, ConversationKind]()
     summaries = list[int]()
+    written = functools.cache(lambda index: WrittenText(_text_of_turn(last_turns[index])))
     for index, (root, opening) in enumerate(zip(roots, openings, strict=True)):
         kinds[root] = ConversationKind.MAIN if index == main else kind_of(opening, openings[main], has_summary=True)
         if kinds[root] is ConversationKind.COMPACTED:  # only this kind depends on a summary
             num_before = bisect.bisect(last_turns, root, key=lambda node: node.id)
-            before = last_turns[max(num_before - MAX_COMPARED_TURNS, 0) : num_before]
-            summary = _last_in("\n".join(opening.users), before)
+            first = max(num_before - MAX_COMPARED_TURNS, 0)
+            summary = last_in("\n".join(opening.users), [written(index) for index in range(first, num_before)])
             if summary is None:
                 kinds[root] = kind_of(opening, openings[main], has_summary=False)
             else:
-                summaries.append(summary.id)
+                summaries.append(last_turns[first + summary].id)
     requests = {graph.node(turn).parent for turn in summaries}
     kinds |= dict(_forks(graph, requests, frozenset(summaries)))
     for request in requests:
@@ -504,7 +556,8 @@ def root_fork_reason(graph: TrajectoryGraph, messages: Sequence[Message], tools:
     openings = [_opening(graph, root) for root in graph.children(None)[:MAX_COMPARED]]
     opening = _opening_of(messages, tools)
     last_turns = [node for node in graph.nodes[-MAX_COMPARED:] if node.sampled and not graph.children(node.id)]
-    has_summary = _last_in("\n".join(opening.users), last_turns) is not None
+    texts = [WrittenText(_text_of_turn(turn)) for turn in last_turns]
+    has_summary = last_in("\n".join(opening.users), texts) is not None
     return FORK_REASONS.get(kind_of(opening, openings[find_main(openings)], has_summary), ForkReason.SUB_AGENT)
 
 

@@ -29,6 +29,7 @@ from verl_server.gateway.dialects.content import ImageCheck
 from verl_server.gateway.errors import ErrorKind, GatewayError, overflow_error
 from verl_server.gateway.records import ObservedRecorder
 from verl_server.gateway.sessions.history import (
+    MAX_COMPARED,
     TEMPLATE_ARGUMENTS,
     History,
     Key,
@@ -566,7 +567,8 @@ class Session:
             digest = tools_digest(request.tools) if is_root else None
             if is_root and self.graph.nodes:
                 known_tools = digest if request.tools else None
-                is_short = is_short_prompt(messages, request.num_bytes)
+                num_compared = sum(len(node.token_ids) for node in self.graph.nodes[-MAX_COMPARED:] if node.sampled)
+                is_short = is_short_prompt(messages, request.num_bytes + num_compared)
                 cursor.fork_reason = await run_aside(is_short, root_fork_reason, self.graph, messages, known_tools)
                 self._require_open()
             # A prompt with equal tokens that the history does not know has other messages, which are recorded, too.
