@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hmac
-import os
-import queue
 import secrets
 import select
 import socket
@@ -18,6 +16,7 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -53,23 +52,24 @@ STALL_S = 10.0
 class Channel:
     """A connection to one other trainer rank.
 
-    `send` is thread-safe and does not wait for the other rank: a thread sends the messages, and those that the other
-    rank does not read yet are kept in memory. Another thread passes received messages to a callback. The connection is
-    closed when the other machine, or a rank that has to receive data, does not react for `SEND_TIMEOUT_S` seconds.
+    `send` is thread-safe and does not wait for the other rank: messages that the other rank does not read yet are kept
+    in memory. A thread passes received messages to a callback. The connection is closed when the other machine, or a
+    rank that has to receive data, does not react for `SEND_TIMEOUT_S` seconds.
     """
 
     def __init__(self, connection: socket.socket, peer: int) -> None:
         self._socket, self.peer = connection, peer
-        self._unsent = queue.Queue[bytes]()
-        """Messages, and an empty one at the end. A message is unfinished until the kernel has taken all of it."""
+        self._lock = threading.Lock()
+        self._unsent: deque[memoryview] = deque()
+        """What the kernel has not taken yet, because the buffers of the connection are full."""
+        self._sending_thread: threading.Thread | None = None
+        """Sends `_unsent`. None while it is empty."""
         self._progressed_at = 0.0
-        """Time of `time.monotonic` when the kernel last took a piece of a message."""
+        """Time of `time.monotonic` when the sending thread started, or when the kernel last took a piece from it."""
         self._is_closed = False
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         notice_lost_machine(connection, SEND_TIMEOUT_S)
-        _channels.add(self)
-        threading.Thread(target=self._send_all, name=f"verl-server-rank-{peer}-send", daemon=True).start()
 
     def listen(self, on_message: Callable[[int, Json], None], on_disconnect: Callable[[int], None]) -> None:
         """Start the receiving thread.
@@ -94,41 +94,76 @@ class Channel:
         return self.send_encoded(encode_message(message))
 
     def send_encoded(self, encoded: bytes) -> bool:
-        """`send` for the result of `encode_message`, which several channels can send."""
-        if not self._is_closed:
-            self._unsent.put(encoded)
-        return not self._is_closed
+        """`send` for the result of `encode_message`, which several channels can send.
 
-    def _send_all(self) -> None:
-        """The thread that sends. After the connection was closed, messages are discarded."""
-        while message := self._unsent.get():
-            unsent = memoryview(message)
+        The kernel takes the message at once, or a thread sends what does not fit into the buffers of the connection.
+        """
+        try:
+            with self._lock:
+                if self._is_closed:
+                    return False
+                unsent = memoryview(encoded)
+                if self._sending_thread is None:
+                    with contextlib.suppress(BlockingIOError):
+                        unsent = unsent[self._socket.send(unsent, socket.MSG_DONTWAIT) :]
+                if unsent:
+                    self._unsent.append(unsent)
+                    self._start_sending_thread()
+        except (OSError, RuntimeError):  # RuntimeError: no further thread can be started
+            self._disconnect()
+            return False
+        except BaseException:  # KeyboardInterrupt: the other rank could not find the end of half a message
+            self._disconnect()
+            raise
+        return True
+
+    def _start_sending_thread(self) -> None:
+        """Start the thread that sends `_unsent`, if it does not run. The caller holds the lock."""
+        if self._sending_thread is None:
+            thread = threading.Thread(target=self._send_rest, name=f"verl-server-rank-{self.peer}-send", daemon=True)
+            self._progressed_at = time.monotonic()
+            thread.start()
+            self._sending_thread = thread
+            _sending.add(self)
+
+    def _send_rest(self) -> None:
+        """Send `_unsent`, until it is empty or the connection is closed."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    self._unsent.clear()
+                if not self._unsent:
+                    self._sending_thread = None
+                    return
+                unsent = self._unsent[0]
+            num_sent = len(unsent)
             try:
-                while unsent and not self._is_closed:
-                    unsent = unsent[self._socket.send(unsent[:PIECE_BYTES]) :]
-                    self._progressed_at = time.monotonic()
+                num_sent = self._socket.send(unsent[:PIECE_BYTES])
             except OSError:
                 self._disconnect()
-            self._unsent.task_done()
-            del message, unsent
-        self._unsent.task_done()
+            self._progressed_at = time.monotonic()
+            with self._lock:
+                if num_sent == len(unsent):
+                    self._unsent.popleft()
+                else:
+                    self._unsent[0] = unsent[num_sent:]
 
     def wait_until_sent(self, started: float) -> None:
         """Wait until the kernel has taken all messages or the connection is closed, or `STALL_S` without progress.
 
         `started`: time of `time.monotonic` at which the wait began. This process itself may have stood still before.
         """
-        with self._unsent.all_tasks_done:
-            while self._unsent.unfinished_tasks and not self._is_closed:
-                remaining_s = max(self._progressed_at, started) + STALL_S - time.monotonic()
-                if remaining_s <= 0.0:
-                    return
-                self._unsent.all_tasks_done.wait(remaining_s)
+        with self._lock:
+            thread = self._sending_thread
+        while thread is not None and thread.is_alive():
+            remaining_s = max(self._progressed_at, started) + STALL_S - time.monotonic()
+            if remaining_s <= 0.0:
+                return
+            thread.join(remaining_s)
 
     def close(self) -> None:
         """Close the connection. Messages that the kernel has not taken yet are lost."""
         self._disconnect()
-        self._unsent.put(b"")
         self._socket.close()
 
     def _disconnect(self) -> None:
@@ -145,10 +180,9 @@ def wait_until_all_sent(channels: Iterable[Channel]) -> None:
         channel.wait_until_sent(started)
 
 
-_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
-"""The channels of this process. Their messages are sent before it ends."""
-atexit.register(lambda: wait_until_all_sent(list(_channels)))
-os.register_at_fork(after_in_child=_channels.clear)  # a child has no threads that send: the parent sends the messages
+_sending: weakref.WeakSet[Channel] = weakref.WeakSet()
+"""The channels of this process whose sending thread has been started. Their messages are sent before it ends."""
+atexit.register(lambda: wait_until_all_sent(list(_sending)))
 
 
 def encode_message(message: Json) -> bytes:

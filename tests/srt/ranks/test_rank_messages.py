@@ -156,6 +156,20 @@ def test_a_message_to_all_ranks_is_encoded_once(monkeypatch: pytest.MonkeyPatch)
     assert [received(one) for one in sockets] == [{"closing": True}] * 3
 
 
+def test_a_small_message_is_in_the_kernel_when_send_returns() -> None:
+    """A process that ends at once has sent it, also a child of multiprocessing, which calls no `atexit` functions."""
+    left, right = connected_sockets()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # no other thread runs between the two calls
+    try:
+        assert Channel(left, 1).send({"outcome": 1})
+        assert right.recv(1000, socket.MSG_DONTWAIT)[8:] == b'{"outcome":1}'
+    finally:
+        sys.setswitchinterval(interval)
+        left.close()
+        right.close()
+
+
 def test_a_rank_that_does_not_read_stops_neither_the_event_loop_of_rank_0_nor_other_ranks() -> None:
     """The outcomes are larger than the buffers of the connection."""
     coordinator, (rank_1, rank_2) = coordinator_of_rank_0(2)
