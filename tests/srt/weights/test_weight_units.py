@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -260,6 +261,24 @@ def test_every_mapping_is_accepted(kind: Any) -> None:
     assert writer.write(given) == ["x"]
     assert staged.all()
     assert torch.equal(writer.gather_on_cpu(given)["x"], torch.ones(2))
+
+
+def test_the_first_tensor_of_a_generator_is_freed_when_the_next_one_is_asked_for() -> None:
+    """It is often the embedding, the largest tensor."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("a", "b"):
+            tensor = torch.zeros(4)
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    source = TensorSource(tensors(), Manifest({name: TensorSpec((4,), "float32") for name in "ab"}), check_finite=False)
+    pairs = iter(source.pairs)
+    assert next(pairs)[0] == "a"
+    assert next(pairs)[0] == "b"
+    assert alive[0]() is None
 
 
 def test_an_array_of_numpy_is_refused_with_the_cure() -> None:

@@ -300,8 +300,16 @@ class TensorSource:
             first = next(remaining, None)
             if first is not None:
                 validated_pair(first)
-            self.pairs = itertools.chain([] if first is None else [first], remaining)
+            self.pairs = _chain(first, remaining)
             self.contribution = {"num_tensors": int(first is not None), "digest": None, "has_shards": False}
+
+
+def _chain(first: Any, remaining: Iterator[Any]) -> Iterator[Any]:
+    """`first` and then the remaining pairs. Keeps no reference to `first`, whose memory may be large."""
+    if first is not None:
+        yield first
+        del first
+        yield from remaining
 
 
 def _check_all(
