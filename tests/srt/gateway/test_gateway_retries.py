@@ -132,6 +132,41 @@ def test_a_client_that_leaves_when_its_turn_ends_has_no_reply(served: Served, le
     assert num_turns(served) == (1 if leaves else 2)
 
 
+def test_a_retry_gets_the_turn_that_its_client_left_although_an_equal_request_runs(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        key, client, generate = served.key("a"), LeavingClient(), served.engine.generate
+        gates, num_calls = [asyncio.Event(), asyncio.Event()], 0
+
+        async def generate_in_order(**request: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            await gates[num_calls - 1].wait()
+            return await generate(**request)
+
+        async def wait_for_calls(count: int) -> None:
+            while num_calls < count:
+                await asyncio.sleep(0.01)
+
+        monkeypatch.setattr(served.engine, "generate", generate_in_order)
+        served.engine.go.set()
+        record = served.store.session("a").record
+        monkeypatch.setattr(record, "on_node", lambda node: client.leave() if node.sampled else None)
+        left = asyncio.create_task(client.post(served, key))
+        await wait_for_calls(1)
+        other = asyncio.create_task(served.post(key))
+        await wait_for_calls(2)
+        gates[0].set()
+        await left
+        again = await asyncio.wait_for(served.post(key | RETRY), 5.0)
+        gates[1].set()
+        assert again.json()["id"] != (await other).json()["id"]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert num_turns(served) == 2
+
+
 def test_equal_bodies_on_two_paths_are_two_requests(served: Served) -> None:
     """The reply to one of them is no reply to the other, although both have the same tokens."""
 

@@ -350,7 +350,7 @@ class Turns:
         if not client.is_retry or (not client.has_id and self._take_refused(client)):
             return waiting
         undelivered = [turn for turn in opened if not turn.is_delivered]
-        if not undelivered and waiting is not None:
+        if waiting is not None:
             return waiting
         if undelivered or opened:
             return (undelivered or opened)[-1]
