@@ -145,7 +145,7 @@ def _start_on_nodes(
     timeout_s, problem = config.timeouts.start_s + ANSWER_TIMEOUT_S, f"{name} was not ready"
     replies: list[Json]
     for replies in ask(
-        lambda: [actor.start.remote(*rest).future() for actor, *rest in arguments], timeout_s, check_abort, problem
+        lambda: [call_actors([actor], "start", *rest)[0] for actor, *rest in arguments], timeout_s, check_abort, problem
     ):
         for reply in replies:
             if "error" in reply:
