@@ -345,7 +345,7 @@ def test_iterator_as_a_result_is_raised(function: Any) -> None:
     """The policy cannot avoid the mistake, so the episode fails."""
     with pytest.raises(
         BadInputError,
-        match=r"tool '.*' returned <(async_)?generator object .*, of which Python writes only the address",
+        match=r"tool '.*' returned <(async_)?generator object .*, which is an iterator",
     ):
         asyncio.run(FunctionTool(function).call({"query": "x"}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import subprocess
@@ -136,6 +137,12 @@ class Described:
         return "a lamp"
 
 
+def _local_object() -> object:
+    class Local: ...
+
+    return Local()
+
+
 async def _inner() -> AsyncIterator[int]:
     yield 1
 
@@ -156,8 +163,12 @@ def call_returning(make_value: Make) -> ToolResult:
             r"tool .act. returned <async_generator object _inner at .*write `await` before",
         ),
         (lambda: {"r": iter([1])}, "returned <list_iterator object at"),
-        (Opaque, "returned <.*Opaque object at .*>, of which Python writes only the address"),
+        (Opaque, "returned <.*Opaque object at .*>.* of which Python writes only the address"),
         (lambda: {"lamp": [Opaque()]}, "Opaque object at"),
+        (lambda: {"lamp": ({1: {_local_object()}},)}, "returned <.*<locals>.Local object at"),
+        (lambda: ["lamp"].pop, "returned <built-in method pop of list object at"),
+        (lambda: itertools.count(), r"returned count\(0\), which is an iterator"),
+        (lambda: sys.__stderr__, "returned <_io.TextIOWrapper .*, which is an iterator"),
         (lambda: len, None),
         (lambda: _no_self, "returned <function _no_self at"),
     ],
@@ -180,6 +191,11 @@ def test_other_results_keep_their_texts() -> None:
         "<O object at 0x7f00>": lambda: "<O object at 0x7f00>",
         '{"a":1}': lambda: {"a": 1},
         "{(1, 2): 3}": lambda: {(1, 2): 3},
+        "{(1, 2): '<O object at 0x7f00>'}": lambda: {(1, 2): "<O object at 0x7f00>"},
+        "<x at 0x1>": lambda: RuntimeError("<x at 0x1>"),
+        "CompletedProcess(args='a', returncode=0, stdout='<x at 0x1>')": lambda: subprocess.CompletedProcess(
+            "a", 0, "<x at 0x1>"
+        ),
     }
     for text, make_value in texts.items():
         assert call_returning(make_value).content == text

@@ -11,14 +11,13 @@ import json
 import linecache
 import logging
 import os
-import re
 import traceback
 import types
 import typing
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set, ValuesView
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
 from numbers import Number
 from typing import Annotated, Any, Literal, TypeVar, cast, overload
@@ -156,15 +155,13 @@ def is_raise(frame: traceback.FrameSummary) -> bool:
 # The text of what a tool returns, which the policy reads.
 
 JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-ADDRESS = re.compile(r"<(?:[^<>]|<\w+>)* at 0x[0-9a-fA-F]+>")
-"""How Python writes an object that has no text of its own."""
 
 
 def as_result_text(name: str, value: Any) -> str:
     """A text as it is, data as JSON, and any other object as Python writes it. `name`: name of the tool.
 
-    Raises UserCodeError for an object that Python writes with its address in memory, for example a coroutine or an
-    iterator, also within lists and dicts: the text would say nothing, and it would differ when a sample is replayed.
+    Raises UserCodeError for an iterator, an awaitable and an object that Python writes with its address in memory, also
+    within lists and dicts: the text would say nothing, and it would differ when a sample is replayed.
     """
     if isinstance(value, (bytes, bytearray, os.PathLike, Number)) and not isinstance(value, (int, float)):
         value = _as_json(value)
@@ -177,13 +174,34 @@ def as_result_text(name: str, value: Any) -> str:
     try:
         return json.dumps(value, default=_as_json, ensure_ascii=False, separators=(",", ":"))
     except (TypeError, ValueError):
-        text = str(value)
-    if (address := ADDRESS.search(text)) is not None:
-        raise UserCodeError(
-            f"tool {name!r} returned {address[0]}, of which Python writes only the address in memory; return a text, "
-            "JSON values or a pydantic model, and write `await` before a coroutine"
-        )
-    return text
+        _require_texts(name, value)
+        return str(value)
+
+
+def _require_texts(name: str, value: Any) -> None:
+    """Raise UserCodeError for the objects of `as_result_text`.
+
+    The address must be that of the object, or of the object whose method it is: a policy can write any other address.
+    """
+    parts, seen = [value], set()
+    for part in parts:  # grows meanwhile
+        if id(part) in seen:  # a list that contains itself
+            continue
+        seen.add(id(part))
+        if isinstance(part, Mapping):
+            parts += [*part.keys(), *part.values()]
+            continue
+        if isinstance(part, (list, tuple, Set, ValuesView)):
+            parts += part
+            continue
+        text = str(part) if part is value else repr(part)
+        address = f" at {id(getattr(part, '__self__', part)):#x}>"
+        if isinstance(part, (Iterator, AsyncIterator, Awaitable)) or address in text:
+            raise UserCodeError(
+                f"tool {name!r} returned {text:.200}, which is an iterator, an awaitable or an object of which Python "
+                "writes only the address in memory; return a list, a text, JSON values or a pydantic model, and write "
+                "`await` before a coroutine"
+            )
 
 
 def _as_json(value: Any) -> Any:
