@@ -119,11 +119,13 @@ def test_the_arguments_of_the_fleet_do_not_go_to_the_engine(started: tuple[Recor
         ({"mode": "colocated"}, "mode='colocated' takes no weights"),
         ({"replicas": 0}, "replicas must be greater than or equal to 1, got 0"),
         ({"weights": "disk"}, "weights must be an instance of WeightsConfig"),
+        ({"base_gpu_id": 1}, "leave base_gpu_id=1 out"),
     ],
 )
-def test_arguments_are_refused_before_a_server_starts(
+def test_arguments_are_refused_on_every_rank_before_a_server_starts(
     started: tuple[Recorder, Recorder], arguments: dict[str, Any], message: str
 ) -> None:
+    """The fleet of rank 0 is a fake here, so that this is what another rank does."""
     with pytest.raises(BadInputError, match=message), start_servers("model", **arguments):
         pass
     assert not started[0].arguments

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_server.adapter.engine import get_engine
 from verl_server.adapter.sglang.replies import max_request_tokens
 from verl_server.config import (
     AdapterConfig,
@@ -161,6 +162,7 @@ def start_servers(
     server_args = {"model_path": str(model_path), **server_args}
     if not capabilities_of(parse_mode(mode)).takes_weights:
         raise BadInputError(f"a fleet of mode={str(mode)!r} takes no weights: use 'hybrid' or 'standalone'")
+    get_engine(config.engine_kind).validate_fleet_args(server_args)  # on all ranks: otherwise they wait for rank 0
     with trainer_mesh() as mesh, contextlib.ExitStack() as stack:
         fleet = None
         if mesh.get_local_rank() == 0:
