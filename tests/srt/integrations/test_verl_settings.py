@@ -101,9 +101,15 @@ def test_verl_says_how_many_gpus_a_server_has(name: str, setting: str, engine: s
     ],
 )
 def test_sections_without_effect(name: str, section: Any) -> None:
-    message = rf"engine_kwargs\.{name}=.* has no effect .* move it into engine_kwargs\.verl_server"
+    message = rf"engine_kwargs\.{name} has no effect .* move it .* into engine_kwargs\.verl_server"
     with pytest.raises(BadInputError, match=message):
         parse({name: section, "verl_server": {}})
+
+
+def test_values_of_sections_without_effect_are_not_shown() -> None:
+    with pytest.raises(BadInputError, match=r"move it \(api_key\) into") as caught:
+        parse({"sglang": {"api_key": "secret", "max_logprobs": 0}})
+    assert "secret" not in str(caught.value)
 
 
 def test_the_own_settings_are_fields_of_two_classes(monkeypatch: pytest.MonkeyPatch) -> None:

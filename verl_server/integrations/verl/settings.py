@@ -77,9 +77,10 @@ def parse_own_settings(config: RolloutConfig) -> tuple[OwnSettings, Json]:
     sections = dict(config.engine_kwargs or {})
     arguments = dict(sections.pop(SECTION, None) or {})
     for name, section in sections.items():
-        if section not in (None, "", {}) and not (isinstance(section, Mapping) and section.keys() <= ADDED_BY_VERL):
-            raise BadInputError(
-                f"engine_kwargs.{name}={section!r} has no effect with the rollout {SECTION}: move it into "
+        names = sorted(map(str, section.keys() - ADDED_BY_VERL)) if isinstance(section, Mapping) else [name]
+        if names and section not in (None, ""):
+            raise BadInputError(  # without values, which may be keys
+                f"engine_kwargs.{name} has no effect with the rollout {SECTION}: move it ({', '.join(names)}) into "
                 f"engine_kwargs.{SECTION}"
             )
     for name in arguments:

@@ -147,7 +147,7 @@ def test_settings(tmp_path: Path) -> None:
         "pipeline": "does not support rollout.pipeline_model_parallel_size=2",
         "prometheus": "does not support rollout.prometheus.enable=True",
         "profiler": "does not support rollout.profiler.enable=True",
-        "old_section": "engine_kwargs.sglang={'attention_backend': 'triton'} has no effect with the rollout",
+        "old_section": "engine_kwargs.sglang has no effect with the rollout verl_server: move it (attention_backend)",
         "forkserver": "AdapterConfig.use_forkserver must be a valid boolean, got 'no'",
         "timeout": "Timeouts.start_s must be greater than 0",
         "split": "UnsupportedError: one server has 4 workers on each node, but Ray has placed these on several nodes",
