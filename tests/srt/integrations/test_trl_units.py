@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -446,11 +447,37 @@ def test_rewards_can_be_arrays() -> None:
     assert _call(lambda **_: torch.tensor([1.0, 0.0])) == [[1.0, 0.0]]
 
 
+def test_each_reward_function_has_a_name_of_its_own() -> None:
+    def score(**_: Any) -> list[float]:
+        return []
+
+    def score_2(**_: Any) -> list[float]:
+        return []
+
+    assert RewardFunctions([score, score, score_2]).names == ["score", "score_2", "score_2_2"]
+
+
+@pytest.mark.parametrize("wrap", [lambda judge: judge, functools.partial])
+def test_no_limit_for_calls_of_an_object_with_an_async_call(wrap: Callable[..., Any]) -> None:
+    barrier = asyncio.Barrier(32)
+
+    class Judge:
+        async def __call__(self, **_: Any) -> list[float]:
+            await asyncio.wait_for(barrier.wait(), 10.0)
+            return [1.0]
+
+    async def run() -> None:
+        rewards = RewardFunctions([wrap(Judge())])
+        await asyncio.gather(*(rewards.compute({"completions": ["a"]}) for _ in range(32)))
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     "result",
     [
         1.0, None, np.array(1.0), "ab", "10", {"a": 1.0, "b": 2.0}, {0: 0.5, 1: 0.7}, ["x", "y"], [[1.0], [2.0]],
-        np.ones((2, 2)), [1.0],
+        np.ones((2, 2)), [1.0], ["nan", "1"], [b"2", b"3"], np.array(["1", "2"]),
     ],
 )  # fmt: skip
 def test_results_that_are_no_rewards(result: Any) -> None:

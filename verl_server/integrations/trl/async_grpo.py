@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import queue
 import random
@@ -65,10 +66,11 @@ class RewardFunctions:
 
     def __init__(self, functions: Sequence[RewardFunc]) -> None:
         self._functions = list(functions)
-        names = [name_of(function) for function in functions]
-        counts = (names[: index + 1].count(name) for index, name in enumerate(names))
-        self.names = [name if count == 1 else f"{name}_{count}" for name, count in zip(names, counts, strict=True)]
+        self.names: list[str] = []
         """A name for each function. The second function of a name has the suffix `_2`."""
+        for name in map(name_of, functions):
+            suffixed = (f"{name}_{number}" for number in itertools.count(2))
+            self.names.append(next(each for each in itertools.chain([name], suffixed) if each not in self.names))
         self._threads = asyncio.Semaphore(NUM_THREADS)
         self._running: dict[object, tuple[str, float]] = {}
 
@@ -87,7 +89,9 @@ class RewardFunctions:
         return None if started is None else (started[0], time.monotonic() - started[1])
 
     async def _call(self, name: str, function: RewardFunc, columns: Mapping[str, Any]) -> list[float | None]:
-        is_async, num_completions = inspect.iscoroutinefunction(function), len(columns["completions"])
+        called: Any = function.func if isinstance(function, functools.partial) else function
+        is_async = any(map(inspect.iscoroutinefunction, (called, called.__call__)))
+        num_completions = len(columns["completions"])
         async with contextlib.nullcontext() if is_async else self._threads:
             call = object()
             self._running[call] = (name, time.monotonic())
@@ -107,11 +111,13 @@ class RewardFunctions:
 def _as_rewards(result: Any) -> list[float | None]:
     """The rewards in the result of a function. Raises TypeError or ValueError for other results.
 
-    The digits of a text or the keys of a dict would otherwise be taken for rewards.
+    The digits of a text or the keys of a dict would otherwise be taken for rewards, and the text "nan" for a number.
     """
-    if isinstance(result, (str, bytes, Mapping)):
-        raise TypeError(f"it must return a list of numbers or None, got a {type(result).__name__}")
-    return [None if value is None else float(value) for value in result]
+    values = [result] if isinstance(result, (str, bytes, Mapping)) else list(result)
+    for value in values:
+        if isinstance(value, (str, bytes, Mapping)):
+            raise TypeError(f"it must return a list of numbers or None, got {value!r:.80}")
+    return [None if value is None else float(value) for value in values]
 
 
 def score_group(names: Sequence[str], values: Sequence[Sequence[Any]]) -> Scores:
