@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 from abc import ABC, abstractmethod
@@ -28,7 +29,7 @@ def _as_arguments(command: str | Sequence[str | os.PathLike[str]], shell: str) -
     if not arguments:
         raise BadInputError("the command is empty")
     for item in arguments:
-        if "\0" in item or len(_as_bytes(item)) > MAX_COMMAND_BYTES:
+        if "\0" in item or len(_as_bytes("the command", item)) > MAX_COMMAND_BYTES:
             raise BadInputError(
                 f"the command has a NUL character, or more than {MAX_COMMAND_BYTES:,} bytes; write it to a file with "
                 "write_file and run the file"
@@ -36,14 +37,21 @@ def _as_arguments(command: str | Sequence[str | os.PathLike[str]], shell: str) -
     return arguments
 
 
-def _as_bytes(content: str | bytes) -> bytes:
-    return content.encode("utf-8", "surrogateescape") if isinstance(content, str) else bytes(memoryview(content))
+def _as_bytes(name: str, content: str | bytes) -> bytes:
+    """The bytes of a text, also those of surrogates that Python puts into file names. `name`: that of the argument."""
+    if not isinstance(content, str):
+        return bytes(memoryview(content))
+    try:
+        return content.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise BadInputError(f"{name} has a character that UTF-8 does not have: {error}") from None
 
 
-def _as_path(path: str | os.PathLike[str]) -> str:
+def _as_path(name: str, path: str | os.PathLike[str]) -> str:
     """The path as text. Raises BadInputError for a leading `~`, which would be the name of a folder."""
     if (text := os.fspath(path)).startswith("~"):
         raise BadInputError(f"`~` is not expanded in {text!r:.80}; the folder of the sandbox is its home")
+    _as_bytes(name, text)
     return text
 
 
@@ -51,6 +59,7 @@ def _require_texts(env: Mapping[str, str]) -> Mapping[str, str]:
     """The variables. Raises BadInputError for values that are no text: the command would end with exit code 127."""
     if not all(isinstance(item, str) for pair in env.items() for item in pair):
         raise BadInputError(f'env must be a dict of strings such as {{"SEED": "1"}}, got {env!r:.80}')
+    _as_bytes("env", "".join(itertools.chain(*env.items())))
     return env
 
 
@@ -184,12 +193,12 @@ class Sandbox(ABC):
         those that have begun a session of their own. Output that is not UTF-8, or is cut within a character, has
         replacement characters.
 
-        Raises BadInputError for a command that is empty, has a NUL character or is longer than 120 KiB, for a
-        `timeout_s` that is no positive number, and for a sandbox that was not started or was started in another event
-        loop; InfrastructureError if the sandbox has failed or is closed.
+        Raises BadInputError for a command that is empty, has a NUL character or is longer than 120 KiB, for text that
+        UTF-8 does not have, for a `timeout_s` that is no positive number, and for a sandbox that was not started or was
+        started in another event loop; InfrastructureError if the sandbox has failed or is closed.
         """
-        folder = None if cwd is None else _as_path(cwd)
-        outcome = await self._execute_running(command, _as_bytes(stdin), folder, _require_texts(env or {}), timeout_s)
+        folder, data = None if cwd is None else _as_path("cwd", cwd), _as_bytes("stdin", stdin)
+        outcome = await self._execute_running(command, data, folder, _require_texts(env or {}), timeout_s)
         stdout, stderr = (output.decode("utf-8", "replace") for output in (outcome.stdout, outcome.stderr))
         return CommandResult(outcome.exit_code, stdout, stderr, outcome.exceeded)
 
@@ -200,7 +209,7 @@ class Sandbox(ABC):
 
         Raises OSError if the file cannot be written, and the errors of `run`.
         """
-        data, target = _as_bytes(content), _as_path(path)
+        data, target = _as_bytes("content", content), _as_path("path", path)
         if len(data) > self.limits.max_file_bytes:
             raise OSError(
                 f"{target} would have {len(data)} bytes, more than max_file_bytes={self.limits.max_file_bytes}"
@@ -215,7 +224,7 @@ class Sandbox(ABC):
 
         Raises OSError if the file cannot be read or is longer, and the errors of `run`.
         """
-        target, limit = _as_path(path), self.limits.max_output_bytes
+        target, limit = _as_path("path", path), self.limits.max_output_bytes
         command = ["sh", "-c", 'exec head -c "$2" < "$1"', "sh", target, str(limit)]
         outcome = await self._execute_running(command, b"", None, {}, timeout_s)
         if outcome.exit_code:
