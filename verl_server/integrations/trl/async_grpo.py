@@ -113,7 +113,7 @@ def _as_rewards(result: Any) -> list[float | None]:
 
     The digits of a text or the keys of a dict would otherwise be taken for rewards, and the text "nan" for a number.
     """
-    values = [result] if isinstance(result, (str, bytes, Mapping)) else list(result)
+    values: list[Any] = [result] if isinstance(result, (str, bytes, Mapping)) else list(result)
     for value in values:
         if isinstance(value, (str, bytes, Mapping)):
             raise TypeError(f"it must return a list of numbers or None, got {value!r:.80}")
