@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from helpers import (
@@ -791,6 +792,8 @@ def test_a_server_does_not_wait_for_a_trainer_that_is_stopped() -> None:
         store = connect_to_store("127.0.0.1", port)
         assert len({store.call(lambda _: threading.get_ident()) for _ in range(100)}) == 1, "one thread for all polls"
         os.kill(trainer.pid, signal.SIGSTOP)
+        threads = [psutil.Process(thread.id) for thread in psutil.Process(trainer.pid).threads()]
+        wait_until(lambda: {thread.status() for thread in threads} == {psutil.STATUS_STOPPED}, 10.0, "threads run")
         started = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             for attempt in [pool.submit(store.check, ["set"]), pool.submit(connect_to_store, "127.0.0.1", port)]:
