@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hmac
+import os
 import secrets
 import select
 import socket
@@ -183,6 +184,7 @@ def wait_until_all_sent(channels: Iterable[Channel]) -> None:
 _sending: weakref.WeakSet[Channel] = weakref.WeakSet()
 """The channels of this process whose sending thread has been started. Their messages are sent before it ends."""
 atexit.register(lambda: wait_until_all_sent(list(_sending)))
+os.register_at_fork(after_in_child=_sending.clear)  # the parent's threads send, and may have held locks at the fork
 
 
 def encode_message(message: Json) -> bytes:
