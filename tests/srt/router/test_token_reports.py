@@ -27,6 +27,7 @@ class CountingServer(RecordingServer):
         super().__init__()
         self.pause_at = 40
         self.may_go_on = asyncio.Event()
+        self.is_paused = False
         self.error: Exception | None = None
         """What happens at the pause."""
         self.version_at_pause = 0
@@ -36,6 +37,7 @@ class CountingServer(RecordingServer):
         first, count = len(request["input_ids"]), request["sampling_params"]["max_new_tokens"]
         for number in range(1, count + 1):
             if first + number == self.pause_at:
+                self.is_paused = True
                 await self.may_go_on.wait()
                 if self.error is not None:
                     raise self.error
@@ -88,7 +90,7 @@ def test_each_token_is_reported_once_also_when_its_server_is_lost() -> None:
         dispatcher = dispatcher_of(a=server)
         server.pause_at, server.error = 12, ServerError("lost", status=500)
         call = asyncio.ensure_future(dispatcher.generate(REQUEST, rid="r", on_tokens=reader))
-        await wait_for(lambda: len(reader.token_ids) == 9)
+        await wait_for(lambda: len(reader.token_ids) == 9 and server.is_paused)
         assert not call.done()
         server.pause_at = 40
         server.may_go_on.set()

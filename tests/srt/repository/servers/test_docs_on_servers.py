@@ -57,8 +57,10 @@ def test_the_fleet_and_the_agents_of_the_readme_run(
         program.replace("/models/policy", str(model)), "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     )
     asyncio.run(eval(code, names))
-    assert len(names["reply"]["output_ids"]) == 8
-    assert [span["version"] for span in names["reply"]["meta_info"]["weight_versions"]] == [1]
+    reply = names["reply"]
+    is_full = reply["meta_info"]["finish_reason"]["type"] == "length"  # a random policy may sample its end token
+    assert (len(reply["output_ids"]) == 8) if is_full else (0 < len(reply["output_ids"]) <= 8)
+    assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == [1]
     assert names["batch"]["responses"].shape[0] == 8
     assert len(list((tmp_path / "sessions" / "step-000000").glob("sum-0-*.jsonl"))) == 8
 
