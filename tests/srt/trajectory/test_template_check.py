@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,14 @@ THINKING_ARGUMENT = RIGHT.replace(
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def made_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def tokenizer(made_tokenizer: Any) -> Any:
+    """A tokenizer of the test alone, which sets its template and adds tokens."""
+    return copy.deepcopy(made_tokenizer)
 
 
 def check(tokenizer: Any, template: str | None, *arguments: Any, **template_arguments: Any) -> TemplateReport:
