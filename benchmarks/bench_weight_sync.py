@@ -91,9 +91,9 @@ def measure_one_rank(folder: Path, tp_size: int, rounds: int, with_sglang_adapte
     with ExitStack() as stack:
         mesh = stack.enter_context(one_rank_mesh())
         engine = stack.enter_context(VerlEngine(mesh, model_path=str(folder), tp_size=tp_size, **SERVER))
+        bucket_engine = stack.enter_context(engine_with_buckets(mesh, folder, tp_size))
         torch.set_num_threads(cores())
         leak_check.record()
-        bucket_engine = stack.enter_context(engine_with_buckets(engine, mesh, folder))
         methods = [
             memcpy_method(size),
             *arena_and_state_dict_methods(engine, weights),
@@ -114,14 +114,12 @@ def measure_one_rank(folder: Path, tp_size: int, rounds: int, with_sglang_adapte
     return samples, size
 
 
-def engine_with_buckets(engine: Any, mesh: Any, folder: Path) -> Any:
-    """A second engine for the same server, whose staging memory is two buckets instead of the whole model."""
-    from verl_server import RemoteServer, VerlEngine, WeightsConfig
+def engine_with_buckets(mesh: Any, folder: Path, tp_size: int) -> Any:
+    """A second engine, whose staging memory is two buckets instead of the whole model. It has a server of its own."""
+    from verl_server import VerlEngine, WeightsConfig
 
-    args = engine.adapter.server_args
-    server = RemoteServer(engine.adapter.base_url, args["api_key"], args["admin_api_key"])
     weights = WeightsConfig(transport="buckets")
-    return VerlEngine(mesh, servers=[server], model_path=str(folder), dtype=SERVER["dtype"], weights=weights)
+    return VerlEngine(mesh, model_path=str(folder), tp_size=tp_size, weights=weights, **SERVER)
 
 
 def start_sglang_adapter(folder: Path) -> Any:

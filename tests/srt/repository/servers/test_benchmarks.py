@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers import adapter_of
+from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
 
@@ -51,6 +52,7 @@ def test_bench_generate_measures_every_client(
 
 def test_bench_weight_sync_measures_our_methods(
     shared_engine: VerlEngine,
+    one_rank: DeviceMesh,
     tiny: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -60,13 +62,15 @@ def test_bench_weight_sync_measures_our_methods(
     import bench_weight_sync as bench
     from common import Options, environment
     from weight_sync_report import Configuration, report
-    from weight_update_methods import arena_and_state_dict_methods, memcpy_method
+    from weight_update_methods import TWO_BUCKETS, arena_and_state_dict_methods, engine_method, memcpy_method
 
     greedy = {"max_new_tokens": 4, "temperature": 0.0}
     before = shared_engine.generate(input_ids=[1, 2], sampling_params=greedy)["output_ids"]
     weights = bench.weights_of(tiny("qwen3"))
     size = sum(tensor.nbytes for tensor in weights.values())
-    samples = bench.run_rounds([memcpy_method(size), *arena_and_state_dict_methods(shared_engine, weights)], rounds=2)
+    with bench.engine_with_buckets(one_rank, tiny("qwen3"), 1) as bucket_engine:
+        methods = [memcpy_method(size), *arena_and_state_dict_methods(shared_engine, weights)]
+        samples = bench.run_rounds([*methods, engine_method(bucket_engine, TWO_BUCKETS, weights, False)], rounds=2)
     options = Options(True, tmp_path / "out.json", tmp_path / "out.png", argparse.Namespace())
     report(options, environment(), [Configuration("0.5 B", 1, size, samples)], rounds=2)
     record = json.loads(options.json.read_text())
