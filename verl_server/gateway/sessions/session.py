@@ -567,6 +567,7 @@ class Session:
             digest = tools_digest(request.tools) if is_root else None
             if is_root and self.graph.nodes:
                 known_tools = digest if request.tools else None
+                # The time also grows with the turns that the messages are searched for: at least a byte for each token.
                 num_compared = sum(len(node.token_ids) for node in self.graph.nodes[-MAX_COMPARED:] if node.sampled)
                 is_short = is_short_prompt(messages, request.num_bytes + num_compared)
                 cursor.fork_reason = await run_aside(is_short, root_fork_reason, self.graph, messages, known_tools)

@@ -116,8 +116,7 @@ def start_with_actors(
             process=RayServer(name, actors, free_resources, head["pid"]),
         )
     except BaseException as failure:
-        end_actors(actors, config.timeouts.stop_s)
-        free_resources()
+        end_actors(actors, free_resources, config.timeouts.stop_s)
         if isinstance(failure, RayError):
             raise StartupError(f"{name} did not start: {first_line(failure)}") from failure
         raise

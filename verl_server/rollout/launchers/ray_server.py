@@ -169,11 +169,8 @@ class RayServer(ExitNotifier):
             call_actors(self._actors, "keep_log")
 
     def stop(self, deadline_s: float = 10.0) -> None:
-        end_actors(self._actors, deadline_s)
+        end_actors(self._actors, self._free_resources, deadline_s)
         self.note_exit(ExitStatus("stop", None, ""))
-        if ray.is_initialized():  # otherwise Ray has taken the devices back, and a call would connect to it again
-            with contextlib.suppress(Exception):
-                self._free_resources()
 
 
 def call_actors(actors: Sequence[Any], method: str, *args: Any) -> list[Future[Any]]:
@@ -187,13 +184,20 @@ def call_actors(actors: Sequence[Any], method: str, *args: Any) -> list[Future[A
     return [getattr(actor, method).remote(*args).future() for actor in actors]
 
 
-def end_actors(actors: Sequence[Any], deadline_s: float) -> None:
-    """End the servers of the actors within `deadline_s` seconds, then the actors. A lost Ray has ended them already."""
+def end_actors(actors: Sequence[Any], free_resources: Callable[[], None], deadline_s: float) -> None:
+    """End the servers of the actors within `deadline_s` seconds, then the actors, and return the devices to Ray.
+
+    If Ray was shut down, it has done all of this, and a call would connect this process again.
+    """
+    if not ray.is_initialized():
+        return
     with contextlib.suppress(Exception):  # an actor that is dead or too slow: its server ends with it
         wait(call_actors(actors, "stop"), deadline_s)
-    for actor in actors if ray.is_initialized() else []:
+    for actor in actors:
         with contextlib.suppress(Exception):
             ray.kill(actor)
+    with contextlib.suppress(Exception):
+        free_resources()
 
 
 def node_arguments(server_args: Mapping[str, Any], node: int, nodes: Sequence[Json]) -> Json:

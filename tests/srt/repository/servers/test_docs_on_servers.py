@@ -58,8 +58,11 @@ def test_the_fleet_and_the_agents_of_the_readme_run(
     )
     asyncio.run(eval(code, names))
     reply = names["reply"]
-    is_full = reply["meta_info"]["finish_reason"]["type"] == "length"  # a random policy may sample its end token
-    assert (len(reply["output_ids"]) == 8) if is_full else (0 < len(reply["output_ids"]) <= 8)
+    reason = reply["meta_info"]["finish_reason"]
+    if reason["type"] == "stop":  # a random policy may sample its end token
+        assert reply["output_ids"][-1] == reason["matched"]
+    else:
+        assert (reason["type"], len(reply["output_ids"])) == ("length", 8)
     assert [span["version"] for span in reply["meta_info"]["weight_versions"]] == [1]
     assert names["batch"]["responses"].shape[0] == 8
     assert len(list((tmp_path / "sessions" / "step-000000").glob("sum-0-*.jsonl"))) == 8
