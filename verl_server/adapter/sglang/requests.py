@@ -14,7 +14,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from verl_server.config import Finite, NotNegativeInt, PauseMode, PositiveInt
 from verl_server.errors import BadInputError, VerlServerError
@@ -233,60 +234,64 @@ Regex = Annotated[str, Field(max_length=256), AfterValidator(_readable_regex)]
 Processor = Annotated[str, AfterValidator(_pickled_processor)]
 
 
-class SamplingParams(BaseModel):
+_STRICT = ConfigDict(strict=True, extra="allow")
+
+
+@with_config(_STRICT)
+class SamplingParams(TypedDict, total=False):
     """Fields of SGLang's `SamplingParams` (`sglang/srt/sampling/sampling_params.py`) in 0.5.15 or 0.5.23.
 
     SGLang does not always say which field has a value of a wrong type. The server checks the ranges, and parameters
     that are not listed here.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    max_new_tokens: NotNegativeInt | None = None
-    min_new_tokens: NotNegativeInt | None = None
-    n: PositiveInt | None = None
-    temperature: Finite | None = None
-    top_p: Finite | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Finite | None = None
-    frequency_penalty: Finite | None = None
-    presence_penalty: Finite | None = None
-    repetition_penalty: Finite | None = None
-    stop: str | list[str] | None = None
-    stop_regex: Regex | Annotated[list[Regex], Field(max_length=32)] | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    json_schema: str | None = None
-    structural_tag: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    logit_bias: LogitBias | None = None
-    sampling_seed: int | None = None
-    stream_interval: int | None = None
-    beam_width: int | None = None
-    custom_params: Any = None
-    watermark: Any = None
+    max_new_tokens: NotNegativeInt | None
+    min_new_tokens: NotNegativeInt | None
+    n: PositiveInt | None
+    temperature: Finite | None
+    top_p: Finite | None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None
+    min_p: Finite | None
+    frequency_penalty: Finite | None
+    presence_penalty: Finite | None
+    repetition_penalty: Finite | None
+    stop: str | list[str] | None
+    stop_regex: Regex | Annotated[list[Regex], Field(max_length=32)] | None
+    stop_token_ids: TokenIds | None
+    ignore_eos: bool | None
+    no_stop_trim: bool | None
+    skip_special_tokens: bool | None
+    spaces_between_special_tokens: bool | None
+    json_schema: str | None
+    structural_tag: str | None
+    regex: str | None
+    ebnf: str | None
+    logit_bias: LogitBias | None
+    sampling_seed: int | None
+    stream_interval: int | None
+    beam_width: int | None
+    custom_params: Any
+    watermark: Any
 
 
-class CheckedFields(BaseModel):
+@with_config(_STRICT)
+class CheckedFields(TypedDict, total=False):
     """Request fields whose value is checked. SGLang does not check them, and some other values end its scheduler."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    return_logprob: PerPrompt[bool]
+    logprob_start_len: PerPrompt[Position]
+    top_logprobs_num: PerPrompt[NotNegativeInt]
+    token_ids_logprob: PerPrompt[TokenIds]
+    lora_path: PerPrompt[str]
+    custom_logit_processor: PerPrompt[Processor]
+    cache_salt: PerPrompt[str]
+    extra_key: PerPrompt[str]
+    priority: int | None
+    session_id: str | None
 
-    return_logprob: PerPrompt[bool] = None
-    logprob_start_len: PerPrompt[Position] = None
-    top_logprobs_num: PerPrompt[NotNegativeInt] = None
-    token_ids_logprob: PerPrompt[TokenIds] = None
-    lora_path: PerPrompt[str] = None
-    custom_logit_processor: PerPrompt[Processor] = None
-    cache_salt: PerPrompt[str] = None
-    extra_key: PerPrompt[str] = None
-    priority: int | None = None
-    session_id: str | None = None
 
+# Dicts, not models: the router parses each request, and a model with its dump takes eight times as long.
+_SAMPLING_PARAMS, _CHECKED_FIELDS = TypeAdapter(SamplingParams), TypeAdapter(CheckedFields)
 
 #: SGLang's defaults of the fields that do not accept None as one of several values.
 _DEFAULTS: Mapping[str, Any] = {
@@ -313,10 +318,10 @@ def require_known_fields(names: Collection[str], server_fields: Collection[str])
                 f"; {name!r} is a field of routers: use a fleet (VerlEngine(fleet=RolloutManager(...)) without "
                 "stream=True), RolloutManager.router or RouterClient"
             )
-        elif name in SamplingParams.model_fields:
+        elif name in SamplingParams.__annotations__:
             hint = f"; pass it as sampling_params={{{name!r}: ...}}"
         else:
-            similar = did_you_mean(name, {*server_fields, *ROUTER_FIELDS, *SamplingParams.model_fields})
+            similar = did_you_mean(name, {*server_fields, *ROUTER_FIELDS, *SamplingParams.__annotations__})
             hint = similar or "; those of SGLang are the fields of its class GenerateReqInput"
         raise BadInputError(f"the server has no request field {name!r}{hint}")
 
@@ -327,7 +332,7 @@ def parse_fields(fields: Mapping[str, Any], *, batch: bool) -> Json:
     Raises BadInputError for a wrong value. In a list with one value for each prompt, None means SGLang's default.
     """
     given = {name: value for name, value in fields.items() if value is not None}
-    parsed = _parse(CheckedFields, given, "{}")
+    parsed = _parse(_CHECKED_FIELDS, given, "{}")
     for name, value in parsed.items():
         if has_value_per_prompt(name, value, batch=batch):
             parsed[name] = [_DEFAULTS.get(name) if item is None else item for item in value]
@@ -345,13 +350,13 @@ def parse_sampling_params(params: Any, name: str = "sampling_params") -> Json:
         raise BadInputError(
             f"{key!r} is no sampling parameter but an argument of generate: pass it as generate(..., {key}=...)"
         )
-    return _parse(SamplingParams, params, name + "[{!r}]")
+    return _parse(_SAMPLING_PARAMS, params, name + "[{!r}]")
 
 
-def _parse(model: type[BaseModel], given: Mapping[str, Any], place: str) -> Json:
+def _parse(adapter: TypeAdapter[Any], given: Mapping[str, Any], place: str) -> Json:
     """The given values with the types that JSON has. `place` makes the name of a field, for the error."""
     try:
-        return model.model_validate(to_plain(given)).model_dump(exclude_unset=True)
+        return dict(adapter.validate_python(to_plain(given)))
     except ValidationError as error:
         first, *others = error.errors(include_url=False)
         field = first["loc"][0]
@@ -388,7 +393,7 @@ def explain_refusal(error: VerlServerError, sampling_params: Any) -> VerlServerE
     is_failure = error.details.get("status") == 500
     if not is_failure and not isinstance(error, BadInputError):
         return error
-    known = SamplingParams.model_fields
+    known = SamplingParams.__annotations__
     all_params = sampling_params if is_list(sampling_params) else [sampling_params or {}]
     unlisted = sorted({name for params in all_params for name in params or {} if name not in known})
     hints = {name: did_you_mean(name, known) for name in unlisted}
