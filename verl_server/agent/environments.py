@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -121,7 +122,7 @@ Options = TypeVar("Options")
 
 def tools_of(environment: object) -> list[Callable[..., Any]]:
     """The tools of an environment: its methods with the decorator `tool`, in the order of their definition."""
-    return [getattr(environment, name) for name in _decorated_methods(type(environment), options_of)]
+    return [getattr(environment, name) for name in _decorated_methods(type(environment), options_of)]  # type: ignore[arg-type]
 
 
 def rewards_of(owner: object) -> list[Reward]:
@@ -129,12 +130,13 @@ def rewards_of(owner: object) -> list[Reward]:
     return [Reward(name, getattr(owner, name), options) for name, options in reward_options_of(type(owner)).items()]
 
 
-def reward_options_of(kind: type) -> dict[str, RewardOptions]:
+def reward_options_of(kind: type) -> Mapping[str, RewardOptions]:
     """The options of the rewards of a class by their names."""
     return _decorated_methods(kind, reward_of)
 
 
-def _decorated_methods(kind: type, read_options: Callable[[object], Options | None]) -> dict[str, Options]:
+@functools.lru_cache(maxsize=64)  # each sample has an environment, and almost all have the same class
+def _decorated_methods(kind: type, read_options: Callable[[object], Options | None]) -> Mapping[str, Options]:
     """The options of the methods of a class that have a decorator, also of static methods and class methods.
 
     A method without the decorator replaces that of a base. Raises BadInputError for a property, which would be lost,
@@ -239,7 +241,7 @@ class Agent:
     loop: AgentLoop
 
     @property
-    def reward_options(self) -> dict[str, RewardOptions]:
+    def reward_options(self) -> Mapping[str, RewardOptions]:
         """The options of the rewards of the environment by their names."""
         return {} if self.environment is None else reward_options_of(self.environment)
 

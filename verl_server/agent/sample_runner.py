@@ -86,9 +86,9 @@ class SampleRunner:
                 )
 
     @property
-    def reward_options(self) -> dict[str, RewardOptions]:
+    def reward_options(self) -> Mapping[str, RewardOptions]:
         """The options of all rewards by their names."""
-        return self.agent.reward_options | {item.name: item.options for item in self.rewards}
+        return {**self.agent.reward_options, **{item.name: item.options for item in self.rewards}}
 
     async def run(self, task: Task, index: int, session: SampleSession, slots: asyncio.Semaphore) -> Outcome:
         """Load the sample if it is recorded with its termination. Generate or continue it otherwise.
