@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from verl_server.adapter.engine import get_engine
@@ -51,13 +52,38 @@ class RolloutFleet(Protocol):
     def backend(self) -> Servers: ...
 
 
-def require_mesh(mesh: object) -> None:
-    """Raise BadInputError unless `mesh` is a DeviceMesh with one dimension."""
+def require_mesh(mesh: object) -> DeviceMesh:
+    """`mesh`, or for None a mesh of this process alone.
+
+    Raises BadInputError unless `mesh` is a DeviceMesh with one dimension, and for None in one of several ranks.
+    """
+    if mesh is None:
+        return _mesh_of_one_rank()
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise BadInputError(
             "device_mesh_cpu must be a DeviceMesh with one dimension, the trainer ranks of the engine, for example "
             f'init_device_mesh("cpu", (world_size,)); got {mesh!r}'
         )
+    return mesh
+
+
+def _mesh_of_one_rank() -> DeviceMesh:
+    """A mesh for a process that is the only rank: a notebook, or a script without torchrun.
+
+    Without a default process group, one is made, which this process keeps.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks > 1:
+        raise BadInputError(
+            f"this process is one of {num_ranks} ranks: pass device_mesh_cpu, a DeviceMesh of the engine's ranks, for "
+            f'example init_device_mesh("cpu", ({num_ranks},))',
+            argument="device_mesh_cpu",
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    group = dist.new_group([0], backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return DeviceMesh.from_group(group, "cpu")
 
 
 def broadcast_function(mesh: DeviceMesh) -> Callable[[Any], Any]:

@@ -284,7 +284,8 @@ class LoraAdapters:
 class VerlEngine:
     """A rollout engine for RL training: generates with SGLang or vLLM and takes the trainer's weights.
 
-    Create it on all trainer ranks of `device_mesh_cpu`. These arguments choose the servers and exclude each other:
+    Create it on all trainer ranks of `device_mesh_cpu`; a process that is the only rank, such as a notebook, needs no
+    mesh. These arguments choose the servers and exclude each other:
 
     * `launch_server=True` (the default): a server process on this machine (one on each of `nnodes` nodes).
     * `launch_server=False`: SGLang's in-process `Engine`.
@@ -301,7 +302,7 @@ class VerlEngine:
     @check_arguments(skip=("device_mesh_cpu", "servers", "fleet"))
     def __init__(
         self,
-        device_mesh_cpu: DeviceMesh,
+        device_mesh_cpu: DeviceMesh | None = None,
         nnodes: int = 1,
         *,
         launch_server: bool | None = None,
@@ -318,7 +319,7 @@ class VerlEngine:
         env: Mapping[str, str] | None = None,
         **server_args: Any,
     ) -> None:
-        require_mesh(device_mesh_cpu)
+        device_mesh_cpu = require_mesh(device_mesh_cpu)
         timeouts = self._timeouts = timeouts or Timeouts()
         config = AdapterConfig(
             timeouts, log_dir, router_ip=router_ip, router_port=router_port, use_forkserver=use_forkserver,
