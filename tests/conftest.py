@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import resource
@@ -37,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl_server import HttpServerEngineAdapter, RolloutManager, VerlEngine
 from verl_server.config import FORKSERVER_FOLDER
 from verl_server.cpu.forkserver import prepare_forkserver
+from verl_server.pretrained import make_smollm2
 from verl_server.tiny import make_model
 
 #: Seconds of a test without an engine above which it needs the marker `slow`.
@@ -196,6 +198,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct in bfloat16. It is made once on a machine."""
+    folder = Path.home() / ".cache" / "verl_server" / "smollm2-bfloat16"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "smollm2.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return make_smollm2(folder)
 
 
 @pytest.fixture(scope="session")

