@@ -1,6 +1,6 @@
 """Shared by the examples that train: GRPO on any number of trainer ranks, the options of the command line, the plot.
 
-The loss is `policy_loss` of `verl_server/demo/trainer.py`. `calculator.py`, `async_training.py`, `coding.py` and
+The mathematics is in `verl_server.training`. `calculator.py`, `async_training.py`, `coding.py` and
 `train_claude_code.py` use this module.
 """
 
@@ -20,28 +20,14 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl_server import VerlEngine
+from verl_server import VerlEngine, training
 from verl_server.agent import RolloutStep, Sample
-from verl_server.demo import trainer as grpo
 from verl_server.demo import trainer as policy
 
 EPOCHS, MINIBATCHES, CLIP = 2, 4, 0.2
 WARMUP_STEPS = 5
 FINAL_RATE = 0.1
 """Learning rate of the last step, as a fraction of the full learning rate."""
-MAX_IMPORTANCE_WEIGHT = 2.0
-
-
-def group_advantages(batch: TensorDict) -> torch.Tensor:
-    """The advantage of each row: the reward of its sample, normalized over the samples of its group."""
-    groups, samples, rewards = batch["group_index"], batch["sample_index"], batch["reward"].double()
-    advantages = torch.zeros(len(rewards))
-    for group in groups.unique():
-        rows = groups == group
-        of_samples = dict(zip(samples[rows].tolist(), rewards[rows], strict=True))  # each sample counts once
-        values = torch.stack(list(of_samples.values()))
-        advantages[rows] = ((rewards[rows] - values.mean()) / (values.std(correction=0) + 1e-6)).float()
-    return advantages
 
 
 def make_batch(step: RolloutStep) -> TensorDict:
@@ -52,37 +38,9 @@ def make_batch(step: RolloutStep) -> TensorDict:
     if errors := [sample.error for sample in step.samples if sample.error is not None]:
         print(f"step {step.index}: {len(errors)} samples failed and are left out, the first by {errors[0]}", flush=True)
     batch = step.batch()
-    batch["advantage"] = group_advantages(batch)
+    batch["advantage"] = training.group_advantages(batch["reward"], batch["group_index"], batch["sample_index"])
     batch["token_weight"] = batch["response_mask"] * batch["loss_weight"][:, None]
     return batch
-
-
-def response_logprobs(model: Any, batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probability of each token of the responses, and the entropy of its distribution. Both are [B, R], in nats."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    logits = model(**inputs, use_cache=False).logits
-    logprobs, entropy = grpo.token_logprobs(logits, batch["input_ids"])
-    start = batch["prompts"].shape[1]
-    return logprobs[:, start:], entropy[:, start:]
-
-
-def correct_staleness(model: Any, batch: TensorDict) -> tuple[grpo.Batch, float]:
-    """Prepare samples that older weights may have generated for `grpo.policy_loss`.
-
-    `rollout_log_probs` has the log probability of each token under the weights that sampled this token. With
-    `max_staleness=1` these are not the present weights: for about half of the tokens, the ratio of probabilities is
-    outside the clip range before the first optimizer step. A loss that clips this ratio therefore learns slowly. Here
-    the loss clips the ratio to the present weights, and each token counts with its importance weight, the probability
-    under the present weights over that under the weights that sampled it. This is the decoupled objective of PPO
-    (arXiv 2110.00641), as AReaL uses it (arXiv 2505.24298). Without staleness all importance weights are 1.
-
-    Also returns the largest difference between the log probabilities of the present weights and of the rollout.
-    """
-    with torch.no_grad():
-        logprobs, _ = response_logprobs(model, batch)
-    difference = (logprobs - batch["rollout_log_probs"]) * batch["response_mask"]
-    weights = difference.exp().clamp(max=MAX_IMPORTANCE_WEIGHT) * batch["token_weight"]
-    return grpo.Batch(batch["responses"], weights, logprobs, batch["advantage"]), float(difference.abs().max())
 
 
 class Trainer:
@@ -132,16 +90,21 @@ class Trainer:
         parts, gaps = [], []
         for rows in torch.randperm(len(batch), generator=generator).chunk(MINIBATCHES):
             own = batch[rows[rank::num_ranks]]
-            corrected, gap = correct_staleness(self._model, own)
-            parts.append((own, corrected, float(batch["token_weight"][rows].sum()) / num_ranks))
-            gaps.append(gap)
+            with torch.no_grad():
+                logprobs, rollout = training.response_logprobs(self._model, own), own["rollout_log_probs"]
+            # Older weights may have generated the samples (`max_staleness`): the loss clips the ratio to the present
+            # weights, and each token counts with its importance weight. Without staleness, all of these are 1.
+            weights = training.importance_weights(logprobs, rollout, own["response_mask"]) * own["token_weight"]
+            parts.append((own, logprobs, weights, float(batch["token_weight"][rows].sum()) / num_ranks))
+            gaps.append(float(((logprobs - rollout) * own["response_mask"]).abs().max()))
         for _ in range(EPOCHS):
-            for own, corrected, num_tokens in parts:
-                logprobs, entropy = response_logprobs(self._model, own)
-                loss = grpo.policy_loss(
-                    logprobs, entropy, corrected, clip=CLIP, entropy_weight=self._entropy_weight, num_tokens=num_tokens
-                )
-                loss.backward()  # type: ignore[no-untyped-call]
+            for own, old, weights, num_tokens in parts:
+                logits = training.response_logits(self._model, own)
+                logprobs, entropy = training.logprobs_of(logits, own["responses"]), training.entropy_of(logits)
+                loss = training.policy_loss(
+                    logprobs, old, own["advantage"], weights, clip=CLIP, num_tokens=num_tokens
+                ) - self._entropy_weight * ((entropy * weights).sum() / num_tokens)
+                loss.backward()
                 torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
                 self._optimizer.step()
                 self._optimizer.zero_grad()

@@ -18,12 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 
 from verl_server import Timeouts, VerlEngine
 from verl_server.demo.settings import SERVER_ENV, Exam, Ready, Report, Settings, StepMetrics
 from verl_server.errors import VerlServerError
 from verl_server.tiny import Architecture, make_config
+from verl_server.training import (
+    entropy_of,
+    group_advantages,
+    logprobs_of,
+    policy_loss,
+    response_logits,
+    response_logprobs,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,115 +122,49 @@ def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, parameter.detach()
 
 
-def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (n, t, vocabulary) of token ids (n, t). Causal attention needs no mask for padding on the right."""
-    logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits
-
-
-# -- Grpo -------------------------------------------------------------------------------------------
-# GRPO as pure functions: advantages, the training batch, log-probabilities, the loss.
-#
-# Shapes: `n` samples in the batch, `t` = length of the longest prompt + response. Sequences are padded on the right,
-# so that causal attention never reads padding. `mask[i, j]` is 1.0 where the policy generated token j of sample i.
-#
-# Sources: group-normalised advantages, DeepSeekMath (arXiv 2402.03300) section 4.1.2; clipped ratio, PPO (arXiv
-# 1707.06347) equation 7; one mean over all tokens of the batch instead of one mean per sample, DAPO (arXiv 2503.14476)
-# section 3.3.
+# -- Samples ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class GrpoSample:
+class DemoSample:
     """One prompt and one response of the policy, with its reward."""
 
     prompt: tuple[int, ...]  # token ids
     response: tuple[int, ...]  # token ids
     logprobs: tuple[float, ...]  # one per response token, from the rollout server
     reward: float  # 0 to 1
-    advantage: float = 0.0  # from `group_advantages`
+    advantage: float = 0.0
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Samples as padded tensors."""
-
-    tokens: torch.Tensor  # (n, t) int64
-    mask: torch.Tensor  # (n, t) float32, 1.0 on response tokens
-    rollout_logprobs: torch.Tensor  # (n, t) float32, 0.0 outside the mask
-    advantages: torch.Tensor  # (n,) float32
-
-
-def group_advantages(rewards: Sequence[float], group: int, eps: float = 1e-4) -> list[float]:
-    """(reward - mean of the group) / (standard deviation of the group + eps) for each reward.
-
-    `group` is the number of consecutive rewards that belong to one prompt. If all rewards of a group are equal, its
-    advantages are zero.
-    """
-    grouped = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
-    centred = grouped - grouped.mean(dim=1, keepdim=True)
-    normalised: list[float] = (centred / (grouped.std(dim=1, keepdim=True) + eps)).flatten().tolist()
-    return normalised
-
-
-def make_batch(samples: Sequence[GrpoSample], pad: int) -> Batch:
-    """Pad all samples on the right to the length of the longest. `pad` is any valid token id; the mask excludes it."""
-    length = max(len(sample.prompt) + len(sample.response) for sample in samples)
-    tokens = torch.full((len(samples), length), pad, dtype=torch.int64)
-    mask = torch.zeros(len(samples), length)
-    logprobs = torch.zeros(len(samples), length)
+def make_batch(samples: Sequence[DemoSample]) -> TensorDict:
+    """Samples as tensors with the names of `verl_server.trajectory.to_batch`. All prompts have the same length."""
+    width = max(len(sample.response) for sample in samples)
+    prompts = torch.tensor([sample.prompt for sample in samples])
+    responses = torch.full((len(samples), width), END)
+    mask, logprobs = torch.zeros(len(samples), width), torch.zeros(len(samples), width)
     for row, sample in enumerate(samples):
-        start, stop = len(sample.prompt), len(sample.prompt) + len(sample.response)
-        tokens[row, :stop] = torch.tensor((*sample.prompt, *sample.response))
-        mask[row, start:stop] = 1.0
-        logprobs[row, start:stop] = torch.tensor(sample.logprobs)
-    return Batch(tokens, mask, logprobs, torch.tensor([sample.advantage for sample in samples]))
+        length = len(sample.response)
+        responses[row, :length], mask[row, :length] = torch.tensor(sample.response), 1.0
+        logprobs[row, :length] = torch.tensor(sample.logprobs)
+    attention = torch.cat([torch.ones_like(prompts), mask.long()], dim=1)
+    fields = {
+        "prompts": prompts, "responses": responses, "response_mask": mask, "rollout_log_probs": logprobs,
+        "input_ids": torch.cat([prompts, responses], dim=1), "attention_mask": attention,
+        "position_ids": attention.cumsum(-1) - 1, "advantage": torch.tensor([sample.advantage for sample in samples]),
+    }  # fmt: skip
+    return TensorDict(fields, batch_size=[len(samples)])
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of every token given the tokens before it, and the entropy of its distribution; both (n, t).
-
-    `logits` is (n, t, vocabulary), as the model returns it: position j predicts token j + 1. Column 0 has no prediction
-    and is zero.
-    """
-    distribution = logits[:, :-1].log_softmax(dim=-1)
-    chosen = distribution.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    entropy = -(distribution.exp() * distribution).sum(dim=-1)
-    return _shift(chosen), _shift(entropy)
-
-
-def _shift(values: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(values, (1, 0))
-
-
-def policy_loss(
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-    batch: Batch,
-    *,
-    clip: float,
-    entropy_weight: float,
-    num_tokens: float,
-) -> torch.Tensor:
-    """Clipped policy loss of `batch` minus the entropy bonus: the sum over the mask, divided by `num_tokens`.
-
-    `num_tokens` is the number of response tokens over which the mean is taken. With data-parallel ranks, whose
-    gradients are averaged, it is the number of tokens of all ranks divided by the number of ranks.
-    """
-    ratio = (logprobs - batch.rollout_logprobs).exp()
-    advantages = batch.advantages[:, None]
-    gain = torch.minimum(ratio * advantages, ratio.clamp(1.0 - clip, 1.0 + clip) * advantages)
-    return -((gain + entropy_weight * entropy) * batch.mask).sum() / num_tokens
-
-
-def logprob_gap(logprobs: torch.Tensor, batch: Batch) -> tuple[float, float]:
-    """Maximum and sum of the absolute differences between trainer and server logprobs, over response tokens."""
-    gap = (logprobs - batch.rollout_logprobs).abs() * batch.mask
+def gap_of(logprobs: torch.Tensor, batch: TensorDict) -> tuple[float, float]:
+    """Maximum and sum of the absolute differences between trainer and server log probabilities."""
+    gap = (logprobs - batch["rollout_log_probs"]).abs() * batch["response_mask"]
     return float(gap.max()), float(gap.sum())
 
 
 # -- Trainer ----------------------------------------------------------------------------------------
 
 COLLECTIVE_TIMEOUT_S = 120.0
+ADVANTAGE_EPS = 1e-4
 TIMEOUTS = Timeouts(start_s=300.0, ranks_s=300.0, generation_s=120.0, weights_s=120.0)
 
 
@@ -328,7 +271,7 @@ class Trainer:
             examples=tuple(show(sample.prompt, sample.response) for sample in samples[:3]),
         )
 
-    def _rollout(self, step: int) -> tuple[list[GrpoSample], int]:
+    def _rollout(self, step: int) -> tuple[list[DemoSample], int]:
         """Generate a group of responses for each prompt. Returns samples with advantages, and their weight version."""
         settings = self.settings
         drawn = draw_prompts(self._rng, settings.prompts, never=frozenset(self._exam_prompts))
@@ -337,10 +280,11 @@ class Trainer:
         samples, version = self._generate(prompts, params)
         if version != step:
             raise VerlServerError(f"step {step} expected rollouts of weight version {step}, got version {version}")
-        advantages = group_advantages([sample.reward for sample in samples], settings.group)
+        rewards, groups = torch.tensor([sample.reward for sample in samples]), torch.arange(len(samples))
+        advantages = group_advantages(rewards, groups // settings.group, eps=ADVANTAGE_EPS).tolist()
         return [replace(sample, advantage=a) for sample, a in zip(samples, advantages, strict=True)], version
 
-    def _generate(self, prompts: Sequence[Prompt], params: Sequence[dict[str, Any]]) -> tuple[list[GrpoSample], int]:
+    def _generate(self, prompts: Sequence[Prompt], params: Sequence[dict[str, Any]]) -> tuple[list[DemoSample], int]:
         """Generate one response per prompt. Returns samples with rewards, and the weight version of all responses."""
         common = {"max_new_tokens": MAX_RESPONSE, "stop_token_ids": [END]}
         replies = self.engine.generate(
@@ -353,7 +297,7 @@ class Trainer:
             raise VerlServerError(f"one batch was generated with several weight versions: {sorted(versions)}")
         return [_make_sample(prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)], versions.pop()
 
-    def _train(self, samples: Sequence[GrpoSample], step: int) -> tuple[float, float]:
+    def _train(self, samples: Sequence[DemoSample], step: int) -> tuple[float, float]:
         """Run the optimizer steps on this rank's part of the batch. Returns the logprob gap (maximum, mean)."""
         settings = self.settings
         gap = self._logprob_gap(samples)
@@ -365,44 +309,40 @@ class Trainer:
         return gap
 
     @torch.no_grad()
-    def _logprob_gap(self, samples: Sequence[GrpoSample]) -> tuple[float, float]:
+    def _logprob_gap(self, samples: Sequence[DemoSample]) -> tuple[float, float]:
         """Maximum and mean logprob gap of the whole batch, while trainer and server have the same weights."""
         batch = self._make_own_batch(samples)
-        logprobs, _ = token_logprobs(logits_of(self.model, batch.tokens), batch.tokens)
-        largest, total = (torch.tensor(value) for value in logprob_gap(logprobs, batch))
+        largest, total = (torch.tensor(value) for value in gap_of(response_logprobs(self.model, batch), batch))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         dist.all_reduce(total)
         return float(largest), float(total) / _count_tokens(samples)
 
-    def _update(self, samples: Sequence[GrpoSample], entropy_weight: float) -> None:
+    def _update(self, samples: Sequence[DemoSample], entropy_weight: float) -> None:
         """Run one optimizer step on a minibatch; each rank computes its part."""
         settings, batch = self.settings, self._make_own_batch(samples)
-        logprobs, entropy = token_logprobs(logits_of(self.model, batch.tokens), batch.tokens)
+        num_tokens, logits = _count_tokens(samples) / settings.ranks, response_logits(self.model, batch)
+        logprobs, mask = logprobs_of(logits, batch["responses"]), batch["response_mask"]
         loss = policy_loss(
-            logprobs,
-            entropy,
-            batch,
-            clip=settings.clip,
-            entropy_weight=entropy_weight,
-            num_tokens=_count_tokens(samples) / settings.ranks,
+            logprobs, batch["rollout_log_probs"], batch["advantage"], mask, clip=settings.clip, num_tokens=num_tokens
         )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = loss - entropy_weight * (entropy_of(logits) * mask).sum() / num_tokens
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _make_own_batch(self, samples: Sequence[GrpoSample]) -> Batch:
+    def _make_own_batch(self, samples: Sequence[DemoSample]) -> TensorDict:
         """This rank's part of the samples as tensors."""
-        return make_batch(samples[self.rank :: self.settings.ranks], pad=END)
+        return make_batch(samples[self.rank :: self.settings.ranks])
 
 
-def _count_tokens(samples: Sequence[GrpoSample]) -> int:
+def _count_tokens(samples: Sequence[DemoSample]) -> int:
     return sum(len(sample.response) for sample in samples)
 
 
-def _make_sample(prompt: Prompt, reply: dict[str, Any]) -> GrpoSample:
+def _make_sample(prompt: Prompt, reply: dict[str, Any]) -> DemoSample:
     token_logprobs = reply["meta_info"]["output_token_logprobs"]
     response = tuple(int(token) for _, token, *_ in token_logprobs)
     if list(response) != list(reply["output_ids"]):
         raise VerlServerError(f"the logprobs of the reply belong to other tokens than its output_ids: {reply}")
-    return GrpoSample(prompt, response, tuple(float(lp) for lp, *_ in token_logprobs), reward(prompt, response))
+    return DemoSample(prompt, response, tuple(float(lp) for lp, *_ in token_logprobs), reward(prompt, response))

@@ -52,6 +52,7 @@ PUBLIC_PACKAGES = (
     "verl_server",
     "verl_server.agent",
     "verl_server.trajectory",
+    "verl_server.training",
     "verl_server.ray",
     "verl_server.integrations.trl",
 )

@@ -64,6 +64,7 @@ def run_python(code: str) -> str:
         "import verl_server.ray",
         "import verl_server.agent",
         "import verl_server.trajectory",
+        "import verl_server.training",
         "import verl_server.config, verl_server.errors, verl_server.types",
         "from verl_server import Timeouts",
     ],

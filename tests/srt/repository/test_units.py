@@ -77,6 +77,7 @@ PACKAGES = [
     "cpu",
     "integrations",
     "ray",
+    "training",
     "agent",
     "trajectory",
     "rollout",
@@ -97,7 +98,7 @@ SHARED_MODULES = [
     "threads",
     "lazy_exports",
     "tracing",
-    "garbage_collection",
+    "pretrained",
 ]
 UNRESTRICTED = ["tiny", "__init__", "__main__"]
 #: Files below `cpu/` that import it. The docstring of `cpu/` says when they do.

@@ -1,0 +1,213 @@
+"""GRPO with any language model of Hugging Face: questions with known answers, the reward is an exact answer.
+
+    python examples/grpo.py MODEL                                   # the built-in task: sums of two numbers
+    python examples/grpo.py MODEL --data train.jsonl --test test.jsonl
+    torchrun --standalone --nproc-per-node 2 examples/grpo.py MODEL --replicas 2 --tp 2
+
+A line of the files is {"question": "...", "answer": "..."}. On a machine with GPUs the same command uses them. A run
+that was killed continues when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl_server import AdapterConfig, RolloutManager, VerlEngine, training
+from verl_server.agent import RolloutLimits, RolloutRunner, RolloutStep, Sample, SingleTurnLoop, Task
+from verl_server.trajectory import get_renderer
+
+CURVES = ["test/correct", "reward/mean", "train/logprob_gap"]
+PRINTED = ["reward/mean", "train/logprob_gap", "train/time_s", "time/wait_s"]
+LORA: dict[str, Any] = {"lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+MAX_NUMBER, NUM_TESTS = 20, 100
+"""The built-in task: sums of two numbers up to MAX_NUMBER. The policy is never trained on NUM_TESTS of them."""
+BEGINNING = [
+    {"role": "system", "content": "Answer with the number only."},
+    {"role": "user", "content": "2 + 3"},
+    {"role": "assistant", "content": "5"},
+]
+"""What is before a sum."""
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder or name of the model")
+    parser.add_argument("--data", type=Path, help="questions and answers to train on")
+    parser.add_argument("--test", type=Path, help="questions and answers to test with")
+    parser.add_argument("--run-dir", type=Path, default=Path("grpo-run"), help="samples, checkpoints, metrics, plot")
+    parser.add_argument("--engine", default="sglang", choices=["sglang", "vllm"])
+    parser.add_argument("--server-python", help="interpreter of the servers, if it is not that of the trainer")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of each replica")
+    parser.add_argument("--dtype", default="bfloat16", help="of the servers; the trainer has float32 weights")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--groups", type=int, default=16, help="questions of a step")
+    parser.add_argument("--n", type=int, default=8, help="answers to each question")
+    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer")
+    parser.add_argument("--rows", type=int, default=32, help="answers of one backward pass")
+    parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps of a step")
+    parser.add_argument("--lr", type=float, default=2e-5)
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank")
+    parser.add_argument("--test-every", type=int, default=5, help="steps between two tests")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tensorboard", action="store_true")
+    parser.add_argument("--wandb", metavar="PROJECT", help="of Weights & Biases")
+    return parser.parse_args()
+
+
+def read_tasks(path: Path | None, sums: slice) -> list[Task]:
+    """The questions of a file, or some of all sums of two numbers, in random order."""
+    if path is not None:
+        lines, beginning = [json.loads(line) for line in path.read_text().splitlines()], []
+    else:
+        pairs = list(itertools.product(range(1, MAX_NUMBER + 1), repeat=2))
+        random.Random(0).shuffle(pairs)
+        lines = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in pairs[sums]]
+        beginning = BEGINNING
+    return [
+        Task(str(number), [*beginning, {"role": "user", "content": line["question"]}], line)
+        for number, line in enumerate(lines)
+    ]
+
+
+def reward(sample: Sample) -> float:
+    """1 for the answer itself, without words around it."""
+    return float(sample.text.strip() == sample.task.data["answer"])
+
+
+class Policy:
+    """The model on one rank, its optimizer, and the servers that have its weights. All ranks make the same calls."""
+
+    def __init__(self, options: argparse.Namespace, ranks: training.TrainerRanks, engine: VerlEngine) -> None:
+        self.options, self.ranks, self.engine = options, ranks, engine
+        self.model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(ranks.device)
+        layers = self.model.model.layers
+        if options.lora:
+            import peft
+
+            self.model = peft.get_peft_model(self.model, peft.LoraConfig(r=options.lora, **LORA))
+        if ranks.size > 1:
+            for layer in layers:
+                fully_shard(layer, mesh=ranks.device_mesh)
+            fully_shard(self.model, mesh=ranks.device_mesh)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0)
+        self.folder = options.run_dir / "checkpoints"
+        self.completed_steps = training.load_checkpoint(self.folder, self.model, self.optimizer)
+        self.push()
+
+    def push(self) -> None:
+        """Give the servers the weights."""
+        if self.options.lora:
+            import peft
+
+            config = self.model.peft_config["default"].to_dict()
+            self.engine.load_lora_adapter("policy", peft.get_peft_model_state_dict(self.model), config)
+        else:
+            self.engine.update_weights_from_tensor(self.model.named_parameters())
+
+    def train(self, step: RolloutStep | None) -> dict[str, float]:
+        """Train on the samples of rank 0, save a checkpoint, and give the servers the weights."""
+        started, ranks, gap = time.monotonic(), self.ranks, 0.0
+        batch: TensorDict = ranks.broadcast(None if step is None else step.batch())
+        advantages = training.group_advantages(batch["reward"], batch["group_index"], batch["sample_index"])
+        batch["advantage"], batch["weight"] = advantages, batch["response_mask"] * batch["loss_weight"][:, None]
+        order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(self.completed_steps))
+        for number, minibatch in enumerate(order.chunk(self.options.minibatches)):
+            num_tokens = float(batch["weight"][minibatch].sum()) / ranks.size
+            for rows in minibatch.tensor_split(math.ceil(len(minibatch) / self.options.rows / ranks.size)):
+                part = batch[rows[ranks.rank :: ranks.size]].to(ranks.device)
+                with torch.autocast(ranks.device.type, torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
+                    logprobs = training.response_logprobs(self.model, part)
+                old, mask = part["rollout_log_probs"], part["weight"]
+                loss = training.policy_loss(logprobs, old, part["advantage"], mask, num_tokens=num_tokens)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if number == 0:  # later, the weights are no longer those of the servers
+                    gap = max(gap, float(((logprobs - old) * part["response_mask"]).detach().abs().max()))
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.completed_steps += 1
+        training.save_checkpoint(self.folder, self.completed_steps, self.model, self.optimizer)
+        self.push()
+        return {"train/logprob_gap": gap, "train/time_s": time.monotonic() - started}
+
+
+async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager) -> None:
+    """The loop of rank 0: test, roll out, train."""
+    common: dict[str, Any] = {
+        "engine": functools.partial(fleet.router.generate, lora_path="policy") if options.lora else fleet,
+        "renderer": get_renderer(AutoTokenizer.from_pretrained(options.model)),
+        "limits": RolloutLimits(max_response_tokens=options.max_tokens),
+        "reward": reward,
+    }
+    tester = RolloutRunner(SingleTurnLoop(), sampling_params={"temperature": 0.0}, **common)
+    runner = RolloutRunner(SingleTurnLoop(), n=options.n, run_dir=options.run_dir / "samples", **common)
+    questions = read_tasks(options.test, slice(NUM_TESTS))
+
+    async def test() -> dict[str, float]:
+        result = await training.evaluate(tester, questions)
+        print(
+            f"correct {result.correct:.1%}:", *(repr(group.samples[0].text) for group in result.groups[:5]), flush=True
+        )
+        return {"test/correct": result.correct}
+
+    done = policy.completed_steps
+    with training.MetricsWriter(
+        options.run_dir, start_step=done + 1, tensorboard=options.tensorboard, wandb_project=options.wandb,
+        config={name: str(value) for name, value in vars(options).items()},
+    ) as writer:  # fmt: skip
+        if not done:
+            writer.write(0, await test())
+        tasks = itertools.cycle(read_tasks(options.data, slice(NUM_TESTS, None)))
+        async for step in runner.steps(tasks, options.groups, start_step=done):
+            metrics = {**step.metrics, **await asyncio.to_thread(policy.train, step)}
+            print(f"step {step.index + 1}:", ", ".join(f"{name} {metrics[name]:.3g}" for name in PRINTED), flush=True)
+            is_last = step.index + 1 == options.steps
+            if is_last or (step.index + 1) % options.test_every == 0:
+                metrics |= await test()
+            writer.write(step.index + 1, metrics)
+            if is_last:
+                break
+    training.draw_curves(writer.path, options.run_dir / "curves.png", CURVES)
+
+
+def main() -> None:
+    options = read_options()
+    server: dict[str, Any] = {
+        "model_path": options.model, "tp_size": options.tp, "dtype": options.dtype, "random_seed": options.seed,
+    }  # fmt: skip
+    config = AdapterConfig(engine_kind=options.engine, server_python=options.server_python)
+    if options.lora:
+        server |= {"enable_lora": True, "max_lora_rank": options.lora, "lora_target_modules": LORA["target_modules"]}
+    with (
+        training.trainer_ranks() as ranks,
+        RolloutManager(options.replicas, config=config, **server)
+        if ranks.rank == 0
+        else contextlib.nullcontext() as fleet,
+        VerlEngine(ranks.mesh, fleet=fleet, engine_kind=options.engine, **server) as engine,
+    ):
+        policy = Policy(options, ranks, engine)
+        if fleet is not None:
+            asyncio.run(run(options, policy, fleet))
+        while policy.completed_steps < options.steps:
+            policy.train(None)
+
+
+if __name__ == "__main__":
+    main()

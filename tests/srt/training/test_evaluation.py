@@ -1,0 +1,178 @@
+"""Evaluation on tasks, metrics of a run, and checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from agent_helpers import ScriptedGenerateFn
+from transformers import AutoTokenizer
+
+from verl_server.agent import RolloutLimits, RolloutRunner, Sample, SingleTurnLoop, Task
+from verl_server.errors import BadInputError
+from verl_server.training import MetricsWriter, draw_curves, evaluate, load_checkpoint, pass_at_k, save_checkpoint
+from verl_server.trajectory import ChatRenderer
+
+# -- evaluation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(5, 2, 1), (5, 2, 3), (4, 0, 2), (4, 4, 4), (6, 1, 6), (7, 3, 5)])
+def test_pass_at_k_is_the_fraction_of_all_choices_of_k_samples(n: int, correct: int, k: int) -> None:
+    choices = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
+    assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(4, 5, 1), (4, 1, 5), (4, 1, 0), (0, 0, 1)])
+def test_pass_at_k_needs_k_samples(n: int, correct: int, k: int) -> None:
+    with pytest.raises(BadInputError, match="no estimate"):
+        pass_at_k(n, correct, k)
+
+
+def test_an_evaluation_counts_failed_samples_as_wrong(tiny: Callable[..., Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny("qwen3"))
+
+    def reward(sample: Sample) -> float:
+        if sample.task.id == "fails":
+            raise ValueError("no reward")
+        return {"right": 1.0, "half": 0.5}.get(sample.task.id, 1.0 * (sample.index == 0))
+
+    runner = RolloutRunner(
+        SingleTurnLoop(), ScriptedGenerateFn(tokenizer, lambda _prompt: "7"), renderer=ChatRenderer(tokenizer),
+        limits=RolloutLimits(max_response_tokens=8), reward=reward, n=4,
+    )  # fmt: skip
+    tasks = [Task(name, [{"role": "user", "content": name}]) for name in ("right", "half", "fails", "sometimes")]
+    result = asyncio.run(evaluate(runner, tasks))
+    assert [group.task.id for group in result.groups] == [task.id for task in tasks]
+    assert result.correct == (4 + 0 + 0 + 1) / 16
+    assert result.reward == (4 + 2 + 0 + 1) / 16
+    assert result.num_failed == 4
+    assert result.pass_at(1) == result.correct
+    assert result.pass_at(2) == pytest.approx((1 + 0 + 0 + 0.5) / 4)
+    with pytest.raises(BadInputError, match="k=5"):
+        result.pass_at(5)
+    assert asyncio.run(evaluate(runner, tasks, threshold=0.5)).correct == (4 + 4 + 0 + 1) / 16
+    with pytest.raises(BadInputError, match="no tasks"):
+        asyncio.run(evaluate(runner, []))
+
+
+# -- metrics -----------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_writes_its_steps_once(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(4):
+            writer.write(step, {"reward/mean": step / 2, "odd": math.nan})
+    with writer.path.open("ab") as file:
+        file.write(b'{"step": 4, "rewa')  # killed meanwhile
+    with MetricsWriter(tmp_path, start_step=2) as writer:
+        writer.write(2, {"reward/mean": 7.0})
+    lines = [json.loads(line) for line in writer.path.read_text().splitlines()]
+    assert [(line["step"], line["reward/mean"]) for line in lines] == [(0, 0.0), (1, 0.5), (2, 7.0)]
+    assert lines[0]["odd"] is None
+    draw_curves(writer.path, tmp_path / "curves.png", ["reward/mean", "odd"])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"), [({"tensorboard": True}, "tensorboard"), ({"wandb_project": "p"}, "wandb")]
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, object], package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if package == "tensorboard" else package, None)
+    with pytest.raises(BadInputError, match=f"needs the package {package}"):
+        MetricsWriter(tmp_path, **arguments)  # type: ignore[arg-type]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------
+
+
+def make_trained_model(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_training_continues_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    model, optimizer = make_trained_model(0)
+    assert load_checkpoint(tmp_path, model, optimizer) == 0
+    train(model, optimizer, 3)
+    save_checkpoint(tmp_path, 3, model, optimizer)
+    train(model, optimizer, 2)
+    resumed, its_optimizer = make_trained_model(0)
+    assert load_checkpoint(tmp_path, resumed, its_optimizer) == 3
+    train(resumed, its_optimizer, 2)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0.0, atol=0.0)
+
+
+def test_an_incomplete_checkpoint_is_not_loaded_and_older_ones_are_removed(tmp_path: Path) -> None:
+    model, optimizer = make_trained_model(1)
+    save_checkpoint(tmp_path, 1, model, optimizer)
+    save_checkpoint(tmp_path, 2, model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+    (tmp_path / "step-000003").mkdir()  # a process was killed before it had written everything
+    assert load_checkpoint(tmp_path, model, optimizer) == 2
+    save_checkpoint(tmp_path, 3, model, optimizer)
+    assert load_checkpoint(tmp_path, model, optimizer) == 3
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    model, optimizer = make_trained_model(1)
+    save_checkpoint(tmp_path, 1, model, optimizer)
+    other = torch.nn.Linear(4, 8)
+    with pytest.raises(BadInputError, match="step-000001 does not fit to the model"):
+        load_checkpoint(tmp_path, other, torch.optim.AdamW(other.parameters()))
+
+
+SAVING = """
+import sys, torch
+from verl_server.training import save_checkpoint
+model = torch.nn.Linear(512, 512); optimizer = torch.optim.AdamW(model.parameters())
+for step in range(1, 10**6):
+    with torch.no_grad():
+        model.weight.fill_(step)
+    save_checkpoint(sys.argv[1], step, model, optimizer)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    saved = 0
+    for attempt in range(4):
+        process = subprocess.Popen([sys.executable, "-c", SAVING, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.05 + 0.03 * attempt)
+        os.kill(process.pid, signal.SIGKILL)
+        saved = int(["1", *process.stdout.read().split()][-1])
+        process.wait()
+        model = torch.nn.Linear(512, 512)
+        step = load_checkpoint(tmp_path, model, torch.optim.AdamW(model.parameters()))
+        assert step >= saved
+        assert (model.weight == step).all()
+        for path in tmp_path.iterdir():
+            assert path.is_dir()
+        subprocess.run(["rm", "-rf", *map(str, tmp_path.iterdir())], check=True)

@@ -1,0 +1,112 @@
+"""Metrics of a training run: JSON lines, TensorBoard, Weights & Biases, and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+
+from verl_server.errors import BadInputError
+from verl_server.types import Json
+from verl_server.validation import make_writable_folder
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Writes the metrics of each step to `run_dir/metrics.jsonl`, and to TensorBoard and Weights & Biases.
+
+    `tensorboard`: also write event files to `run_dir/tensorboard` (needs the package `tensorboard`). `wandb_project`:
+    also log to this project of Weights & Biases (needs the package `wandb`); its environment variables apply, and
+    `WANDB_MODE=offline` needs no account. `start_step`: the first step of this process. Lines of later steps, which a
+    killed run has written and which this run writes again, are removed from the file. `config`: settings of the run,
+    for Weights & Biases. Raises BadInputError for a package that is missing, and for a `run_dir` in which no file can
+    be created.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        *,
+        start_step: int = 0,
+        tensorboard: bool = False,
+        wandb_project: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        folder = make_writable_folder("run_dir", run_dir)
+        self.path = folder / FILE_NAME
+        kept = [line for line in read_metrics(self.path) if line["step"] < start_step]
+        partial = self.path.with_suffix(".partial")
+        partial.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in kept))
+        partial.replace(self.path)
+        self._board = _open_tensorboard(folder / "tensorboard", start_step) if tensorboard else None
+        self._wandb = None if wandb_project is None else _open_wandb(wandb_project, folder, config)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step. Values that are not finite are null in the file. May be called repeatedly."""
+        with self.path.open("ab") as file:
+            file.write(orjson.dumps({"step": step, **metrics}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """End the run in TensorBoard and Weights & Biases."""
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open_tensorboard(folder: Path, start_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise BadInputError(
+            f"tensorboard=True needs the package tensorboard ({error})", argument="tensorboard"
+        ) from None
+    return SummaryWriter(str(folder), purge_step=start_step)
+
+
+def _open_wandb(project: str, folder: Path, config: Mapping[str, Any] | None) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise BadInputError(f"wandb_project needs the package wandb ({error})", argument="wandb_project") from None
+    return wandb.init(project=project, dir=str(folder), config=dict(config or {}))
+
+
+def read_metrics(path: Path) -> list[Json]:
+    """The lines of a file of metrics. A last line that a killed process has not finished is left out."""
+    if not path.exists():
+        return []
+    *lines, _ = path.read_bytes().split(b"\n")
+    return [orjson.loads(line) for line in lines]
+
+
+def draw_curves(path: Path | str, png: Path | str, names: Sequence[str]) -> None:
+    """Draw metrics of the file `path` over the steps into a PNG file, one panel for each of `names`."""
+    from matplotlib.figure import Figure
+
+    lines = read_metrics(Path(path))
+    figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        axes.plot([step for step, _ in points], [value for _, value in points], marker=".")
+        axes.set(title=name, xlabel="step")
+        axes.grid(alpha=0.3)
+    figure.savefig(png, dpi=120)
