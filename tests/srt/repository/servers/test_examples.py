@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -78,6 +79,22 @@ def test_calculator(tmp_path: Path) -> None:
     assert all(float(gap) < 1e-3 for *_, gap in steps)
     assert "failed" not in output
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_grpo_continues_after_a_kill(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    """A file of questions; the second command continues where the first one ended, and no step is written twice."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{a} + 1", "answer": str(a + 1)}) + "\n" for a in range(4)))
+    arguments = [str(tiny("qwen3")), "--data", str(data), "--test", str(data), "--run-dir", str(tmp_path / "run")]
+    arguments += ["--groups", "2", "--n", "2", "--max-tokens", "4", "--dtype", "float32", "--test-every", "1"]
+    run_example("grpo.py", tmp_path, *arguments, "--steps", "1")
+    output = run_example("grpo.py", tmp_path, *arguments, "--steps", "3")
+    assert re.findall(r"^step (\d):", output, re.M) == ["2", "3"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["test/correct"] == 0.0 for line in lines)
+    assert all(line["train/logprob_gap"] < 1e-3 for line in lines[1:]), "the servers have the weights of the checkpoint"
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_async_training(tmp_path: Path) -> None:
