@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import select
 import shutil
@@ -541,8 +542,10 @@ class ServerProcess(ExitNotifier):
         versions = [line.removeprefix(OTHER_VERSION) for line in lines if line.startswith(OTHER_VERSION)]
         if self.exit.code == EXIT_OTHER_VERSION and versions:
             return StartupError(versions[-1], exit_code=self.exit.code, log_path=str(self.log_path))
+        causes = [found[1] for line in lines if (found := _EXCEPTION.match(line)) is not None]
+        cause = f": {causes[0]:.500}" if causes else ""  # the others follow from the first one
         return StartupError(
-            f"the server did not start ({self.exit.describe()})",
+            f"the server did not start ({self.exit.describe()}){cause}",
             exit_code=self.exit.code,
             log_tail=_last_lines(self.exit.log_tail),
             log_path=str(self.log_path),
@@ -622,6 +625,12 @@ def _remove_unmapped(shared_memory: Mapping[str, int]) -> None:
     deadline = time.monotonic() + SHARED_MEMORY_TIMEOUT_S
     while remove_shared_memory(shared_memory) and time.monotonic() < deadline:
         time.sleep(SHARED_MEMORY_POLL_S)
+
+
+#: The last line of a traceback, also with the prefix of vLLM's loggers.
+_EXCEPTION = re.compile(
+    r"(?:\(\w+ pid=\d+\) )?(?:ERROR .*?\[[\w.]+:\d+\] )?((?:\w+\.)*[A-Z]\w*(?:Error|Exception): .+)"
+)
 
 
 def _last_lines(log: str) -> str:

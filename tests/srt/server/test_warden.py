@@ -32,7 +32,15 @@ from verl_server.server.environment import (
     kept_logs,
     make_server_folder,
 )
-from verl_server.server.process import WARDEN_SCRIPT, ExitNotifier, ExitStatus, ServerProcess, spawn_warden, write_all
+from verl_server.server.process import (
+    _EXCEPTION,
+    WARDEN_SCRIPT,
+    ExitNotifier,
+    ExitStatus,
+    ServerProcess,
+    spawn_warden,
+    write_all,
+)
 from verl_server.server.warden import processes
 from verl_server.server.warden.processes import has_pidfds, read_command_line, start_time, worker_name
 from verl_server.server.warden.warden import BoundedLog
@@ -584,3 +592,22 @@ def test_a_program_that_a_worker_starts_is_no_worker() -> None:
         finally:
             worker.kill()
     os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ValueError: To serve at least one request",
+        "(EngineCore pid=13) ERROR 11-29 06:47:32 [core.py:1510] ValueError: To serve at least one request",
+    ],
+)
+def test_the_first_exception_of_a_log_is_the_cause_of_a_failed_start(line: str) -> None:
+    """The exceptions after it follow from it: vLLM's last one only says that there is a cause above."""
+    log = [
+        "  File 'x.py', line 1",
+        "OSError in the middle of a line: no",
+        line,
+        "RuntimeError: Engine core initialization failed",
+    ]
+    found = [match[1] for each in log if (match := _EXCEPTION.match(each)) is not None]
+    assert found[0] == "ValueError: To serve at least one request"

@@ -20,7 +20,7 @@ from verl_server.trajectory import get_renderer
 QUESTIONS = ["What is the capital of France?", "Name three colours.", "Write a sentence about the sea."]
 #: Largest allowed difference between the log probabilities of the server and those of Hugging Face in float32, and the
 #: mean difference. The server computes with 11 bits (float16) or 8 bits (bfloat16) of precision.
-GAPS = {"float32": (1e-3, 1e-4), "bfloat16": (1.0, 0.1)}
+GAPS = {"float32": (1e-4, 2e-5), "float16": (0.15, 0.02), "bfloat16": (1.0, 0.08)}
 
 
 @pytest.fixture(scope="module", params=list(GAPS))
@@ -75,7 +75,7 @@ def test_log_probabilities_before_and_after_an_update(engine: VerlEngine, policy
     """Of weights in float32 that are pushed: a server in bfloat16 rounds them as Hugging Face does."""
     largest, mean = GAPS[engine.adapter.server_args["dtype"]]  # type: ignore[union-attr]
     found = gap_to(engine, policy, real_model)
-    assert found < (largest, mean)
+    assert found[0] < largest
     assert found[1] < mean
     other = changed(policy)
     try:
@@ -84,7 +84,7 @@ def test_log_probabilities_before_and_after_an_update(engine: VerlEngine, policy
         found = gap_to(engine, other, real_model)
         assert found[0] < largest
         assert found[1] < mean
-        assert gap_to(engine, policy, real_model)[1] > 3 * mean, "the update changed what the model says"
+        assert gap_to(engine, policy, real_model)[1] > 0.12, "the update changed what the model says"
     finally:
         engine.update_weights_from_tensor(policy.named_parameters())
 
@@ -138,16 +138,18 @@ def test_a_response_that_is_cut_in_the_middle_of_a_character_keeps_its_tokens(
     assert "🦩 日本語" in tokenizer.decode(prompt)
 
 
-def test_a_chat_template_without_tools_refuses_them_before_the_first_sample(
-    engine: VerlEngine, real_model: Path
+def test_a_chat_template_without_tools_is_named_before_the_first_sample(
+    engine: VerlEngine, real_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """No error: the messages may describe the tools, as those of a program often do."""
+
     def add(a: int, b: int) -> int:
         """The sum of two numbers."""
         return a + b
 
     renderer = get_renderer(AutoTokenizer.from_pretrained(real_model))
-    with pytest.raises(BadInputError, match="tool"):
-        RolloutRunner([add], engine, renderer=renderer, limits=RolloutLimits(max_response_tokens=8))
+    RolloutRunner([add], engine, renderer=renderer, limits=RolloutLimits(max_response_tokens=8))
+    assert "the chat template ignores the tools ['add']" in caplog.text
 
 
 def test_two_tensor_parallel_ranks_cannot_share_nine_heads(real_model: Path) -> None:
