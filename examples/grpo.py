@@ -167,7 +167,8 @@ async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager
         )
         return {"test/correct": result.correct}
 
-    done = policy.completed_steps
+    if (done := policy.completed_steps) >= options.steps:
+        return
     with training.MetricsWriter(
         options.run_dir, start_step=done + 1, tensorboard=options.tensorboard, wandb_project=options.wandb,
         config={name: str(value) for name, value in vars(options).items()},

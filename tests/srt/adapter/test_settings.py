@@ -165,7 +165,7 @@ WRONG: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (ADAPTER, ("/m",), {"env": {"A": b"secret"}}, "env['A'] must be a valid string, got a value of type bytes"),
     (ADAPTER, (5,), {}, "model_path must be a valid string or must be an instance of PathLike, got 5 (int)"),
     (ADAPTER, ("/tmp",), {"nnodes": 2}, "nnodes=2 needs dist_init_addr (host:port of the first node, the same on"),
-    (VerlEngine, (None,), {"model_path": "m"}, "device_mesh_cpu must be a DeviceMesh with one dimension"),
+    (VerlEngine, ("cpu",), {"model_path": "m"}, "device_mesh_cpu must be a DeviceMesh with one dimension"),
     (VerlEngine, (None,), {"weights": "buckets"}, "weights must be an instance of WeightsConfig, got 'buckets' (str)"),
     (VerlEngine, (None,), {"timeouts": 30}, "timeouts must be an instance of Timeouts, got 30 (int)"),
     (VerlEngine, (None,), {"nnodes": "2"}, "nnodes must be a valid integer, got '2' (str)"),

@@ -345,7 +345,7 @@ _GENERATE = {
 }
 _NO_DEFAULT = inspect.Parameter.empty
 HISTORICAL_SIGNATURES: dict[str, dict[str, Any]] = {
-    "__init__": {"device_mesh_cpu": _NO_DEFAULT, "nnodes": 1},
+    "__init__": {"device_mesh_cpu": None, "nnodes": 1},  # it was required
     "generate": _GENERATE,
     "update_weights_from_tensor": {"named_tensors": _NO_DEFAULT, "load_format": None},
     "release_memory_occupation": {},
