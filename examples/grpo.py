@@ -57,7 +57,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", help="of the servers; the trainer has float32 weights")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--groups", type=int, default=16, help="questions of a step")
-    parser.add_argument("--n", type=int, default=8, help="answers to each question")
+    parser.add_argument("--samples", type=int, default=8, help="answers to each question")
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--rows", type=int, default=32, help="answers of one backward pass")
     parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps of a step")
@@ -157,7 +157,7 @@ async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager
         "reward": reward,
     }
     tester = RolloutRunner(SingleTurnLoop(), sampling_params={"temperature": 0.0}, **common)
-    runner = RolloutRunner(SingleTurnLoop(), n=options.n, run_dir=options.run_dir / "samples", **common)
+    runner = RolloutRunner(SingleTurnLoop(), n=options.samples, run_dir=options.run_dir / "samples", **common)
     questions = read_tasks(options.test, slice(NUM_TESTS))
 
     async def test() -> dict[str, float]:
