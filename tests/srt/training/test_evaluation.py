@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_pass_at_k_needs_k_samples(n: int, correct: int, k: int) -> None:
         pass_at_k(n, correct, k)
 
 
-def test_an_evaluation_counts_failed_samples_as_wrong(tiny: Callable[..., Path]) -> None:
+def test_an_evaluation_counts_failed_samples_as_wrong(tmp_path: Path, tiny: Callable[..., Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny("qwen3"))
 
     def reward(sample: Sample) -> float:
@@ -47,10 +48,13 @@ def test_an_evaluation_counts_failed_samples_as_wrong(tiny: Callable[..., Path])
             raise ValueError("no reward")
         return {"right": 1.0, "half": 0.5}.get(sample.task.id, 1.0 * (sample.index == 0))
 
-    runner = RolloutRunner(
-        SingleTurnLoop(), ScriptedGenerateFn(tokenizer, lambda _prompt: "7"), renderer=ChatRenderer(tokenizer),
-        limits=RolloutLimits(max_response_tokens=8), reward=reward, n=4,
-    )  # fmt: skip
+    def make(**settings: Any) -> RolloutRunner:
+        return RolloutRunner(
+            SingleTurnLoop(), ScriptedGenerateFn(tokenizer, lambda _prompt: "7"), renderer=ChatRenderer(tokenizer),
+            limits=RolloutLimits(max_response_tokens=8), reward=reward, n=4, **settings,
+        )  # fmt: skip
+
+    runner = make()
     tasks = [Task(name, [{"role": "user", "content": name}]) for name in ("right", "half", "fails", "sometimes")]
     result = asyncio.run(evaluate(runner, tasks))
     assert [group.task.id for group in result.groups] == [task.id for task in tasks]
@@ -64,6 +68,9 @@ def test_an_evaluation_counts_failed_samples_as_wrong(tiny: Callable[..., Path])
     assert asyncio.run(evaluate(runner, tasks, threshold=0.5)).correct == (4 + 4 + 0 + 1) / 16
     with pytest.raises(BadInputError, match="no tasks"):
         asyncio.run(evaluate(runner, []))
+    for refused in ({"run_dir": tmp_path}, {"group_filter": lambda group: False}):
+        with pytest.raises(BadInputError, match=f"without {next(iter(refused))}"):
+            asyncio.run(evaluate(make(**refused), tasks))
 
 
 # -- metrics -----------------------------------------------------------------------------------------
@@ -132,6 +139,9 @@ def test_an_incomplete_checkpoint_is_not_loaded_and_older_ones_are_removed(tmp_p
     save_checkpoint(tmp_path, 1, model, optimizer)
     save_checkpoint(tmp_path, 2, model, optimizer)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+    (tmp_path / "step-000002" / ".written").unlink()
+    assert load_checkpoint(tmp_path, model, optimizer) == 0, "it is not complete while it is written again"
+    save_checkpoint(tmp_path, 2, model, optimizer)
     (tmp_path / "step-000003").mkdir()  # a process was killed before it had written everything
     assert load_checkpoint(tmp_path, model, optimizer) == 2
     save_checkpoint(tmp_path, 3, model, optimizer)

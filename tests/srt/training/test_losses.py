@@ -106,10 +106,11 @@ def test_log_probabilities_of_padded_responses_equal_those_without_padding(model
             torch.testing.assert_close(found[row, : len(response)], wanted, atol=2e-6, rtol=1e-5)
 
 
-def test_a_model_computes_no_logits_of_prompts(model: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_computes_no_logits_of_prompts(model: object) -> None:
     sizes: list[torch.Size] = []
-    model.lm_head.register_forward_hook(lambda _module, _inputs, output: sizes.append(output.shape))  # type: ignore[attr-defined]
+    hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: sizes.append(output.shape))  # type: ignore[attr-defined]
     response_logits(model, make_padded_batch()[0])
+    hook.remove()
     assert sizes[0][:2] == (3, 4)  # the last token of the prompt, and the three of the longest response
 
 
