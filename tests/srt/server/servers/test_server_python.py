@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 from environment_helpers import SITE_PACKAGES, make_environment
-from gpu_proof.entry_points import SETUP
+from gpu_proof.entry_points import declared_entry_points
 from helpers import (
     adapter_of,
     assert_equals_reference,
@@ -312,11 +311,7 @@ def test_the_package_folder_brings_this_package_only(monkeypatch: pytest.MonkeyP
 
 
 def test_the_entry_points_are_those_of_setup() -> None:
-    declared: dict[str, list[str]] = next(
-        ast.literal_eval(node.value)
-        for node in ast.walk(ast.parse(SETUP.read_text()))
-        if isinstance(node, ast.keyword) and node.arg == "entry_points"
-    )
+    declared = declared_entry_points()
     assert {group: entries for group, entries in declared.items() if group.startswith("sglang.")} == {
         group: [entry] for group, entry in ENTRY_POINTS.items()
     }
