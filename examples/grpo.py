@@ -16,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import math
 import random
 import time
@@ -28,13 +29,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_server import AdapterConfig, RolloutManager, VerlEngine, training
-from verl_server.agent import RolloutLimits, RolloutRunner, RolloutStep, Sample, SingleTurnLoop, Task
+from verl_server.agent import RolloutLimits, RolloutRunner, RolloutStep, Sample, SingleTurnLoop, Task, with_progress
 from verl_server.trajectory import get_renderer
 
 CURVES = ["test/correct", "reward/mean", "train/logprob_gap"]
 PRINTED = ["reward/mean", "train/logprob_gap", "train/time_s", "time/wait_s"]
 LORA: dict[str, Any] = {"lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-MAX_NUMBER, NUM_TESTS = 20, 100
+MAX_NUMBER, NUM_TESTS, NUM_SHOWN = 20, 100, 5
 """The built-in task: sums of two numbers up to MAX_NUMBER. The policy is never trained on NUM_TESTS of them."""
 BEGINNING = [
     {"role": "system", "content": "Answer with the number only."},
@@ -46,27 +47,28 @@ BEGINNING = [
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder or name of the model")
-    parser.add_argument("--data", type=Path, help="questions and answers to train on")
-    parser.add_argument("--test", type=Path, help="questions and answers to test with")
-    parser.add_argument("--run-dir", type=Path, default=Path("grpo-run"), help="samples, checkpoints, metrics, plot")
-    parser.add_argument("--engine", default="sglang", choices=["sglang", "vllm"])
-    parser.add_argument("--server-python", help="interpreter of the servers, if it is not that of the trainer")
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--tp", type=int, default=1, help="GPUs of each replica")
-    parser.add_argument("--dtype", default="bfloat16", help="of the servers; the trainer has float32 weights")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--groups", type=int, default=16, help="questions of a step")
-    parser.add_argument("--samples", type=int, default=8, help="answers to each question")
-    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer")
-    parser.add_argument("--rows", type=int, default=32, help="answers of one backward pass")
-    parser.add_argument("--minibatches", type=int, default=2, help="optimizer steps of a step")
-    parser.add_argument("--lr", type=float, default=2e-5)
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank")
-    parser.add_argument("--test-every", type=int, default=5, help="steps between two tests")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tensorboard", action="store_true")
-    parser.add_argument("--wandb", metavar="PROJECT", help="of Weights & Biases")
+    add = parser.add_argument
+    add("model", help="folder or name of the model")
+    add("--data", type=Path, help="questions and answers to train on")
+    add("--test", type=Path, help="questions and answers to test with")
+    add("--run-dir", type=Path, default=Path("grpo-run"), help="samples, checkpoints, metrics, plot")
+    add("--engine", default="sglang", choices=["sglang", "vllm"])
+    add("--server-python", help="interpreter of the servers, if it is not that of the trainer")
+    add("--replicas", type=int, default=1)
+    add("--tp", type=int, default=1, help="GPUs of each replica")
+    add("--dtype", default="bfloat16", help="of the servers; the trainer has float32 weights")
+    add("--steps", type=int, default=20)
+    add("--groups", type=int, default=16, help="questions of a step")
+    add("--samples", type=int, default=8, help="answers to each question")
+    add("--max-tokens", type=int, default=16, help="of an answer")
+    add("--rows", type=int, default=32, help="answers of one backward pass")
+    add("--minibatches", type=int, default=2, help="optimizer steps of a step")
+    add("--lr", type=float, default=2e-5)
+    add("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank")
+    add("--every", type=int, default=5, help="steps between two tests, and between two checkpoints")
+    add("--seed", type=int, default=0)
+    add("--tensorboard", action="store_true")
+    add("--wandb", metavar="PROJECT", help="of Weights & Biases")
     return parser.parse_args()
 
 
@@ -77,12 +79,8 @@ def read_tasks(path: Path | None, sums: slice) -> list[Task]:
     else:
         pairs = list(itertools.product(range(1, MAX_NUMBER + 1), repeat=2))
         random.Random(0).shuffle(pairs)
-        lines = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in pairs[sums]]
-        beginning = BEGINNING
-    return [
-        Task(str(number), [*beginning, {"role": "user", "content": line["question"]}], line)
-        for number, line in enumerate(lines)
-    ]
+        lines, beginning = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in pairs[sums]], BEGINNING
+    return [Task(str(n), [*beginning, {"role": "user", "content": x["question"]}], x) for n, x in enumerate(lines)]
 
 
 def reward(sample: Sample) -> float:
@@ -112,7 +110,6 @@ class Policy:
         self.push()
 
     def push(self) -> None:
-        """Give the servers the weights."""
         if self.options.lora:
             import peft
 
@@ -122,11 +119,11 @@ class Policy:
             self.engine.update_weights_from_tensor(self.model.named_parameters())
 
     def train(self, step: RolloutStep | None) -> dict[str, float]:
-        """Train on the samples of rank 0, save a checkpoint, and give the servers the weights."""
+        """Train on the samples of rank 0, and give the servers the weights."""
         started, ranks, gap = time.monotonic(), self.ranks, 0.0
         batch: TensorDict = ranks.broadcast(None if step is None else step.batch())
-        advantages = training.group_advantages(batch["reward"], batch["group_index"], batch["sample_index"])
-        batch["advantage"], batch["weight"] = advantages, batch["response_mask"] * batch["loss_weight"][:, None]
+        batch["advantage"] = training.group_advantages(batch["reward"], batch["group_index"], batch["sample_index"])
+        batch["weight"] = batch["response_mask"] * batch["loss_weight"][:, None]
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(self.completed_steps))
         for number, minibatch in enumerate(order.chunk(self.options.minibatches)):
             num_tokens = float(batch["weight"][minibatch].sum()) / ranks.size
@@ -142,14 +139,22 @@ class Policy:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.completed_steps += 1
-        training.save_checkpoint(self.folder, self.completed_steps, self.model, self.optimizer)
         self.push()
+        self.completed_steps += 1
         return {"train/logprob_gap": gap, "train/time_s": time.monotonic() - started}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a test and a checkpoint follow the last step."""
+        is_last = self.completed_steps == self.options.steps
+        return bool(is_last or self.completed_steps % self.options.every == 0)
+
+    def save(self) -> None:
+        training.save_checkpoint(self.folder, self.completed_steps, self.model, self.optimizer)
 
 
 async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager) -> None:
-    """The loop of rank 0: test, roll out, train."""
+    """The loop of rank 0: test, roll out, train, save."""
     common: dict[str, Any] = {
         "engine": functools.partial(fleet.router.generate, lora_path="policy") if options.lora else fleet,
         "renderer": get_renderer(AutoTokenizer.from_pretrained(options.model)),
@@ -162,12 +167,13 @@ async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager
 
     async def test() -> dict[str, float]:
         result = await training.evaluate(tester, questions)
-        print(
-            f"correct {result.correct:.1%}:", *(repr(group.samples[0].text) for group in result.groups[:5]), flush=True
-        )
+        print(f"{result.correct:.1%} of {len(questions)} test questions are answered correctly, for example:")
+        for group in result.groups[:NUM_SHOWN]:
+            print(f"    {group.task.data['question']:.60} -> {group.samples[0].text!r:.60}", flush=True)
         return {"test/correct": result.correct}
 
     if (done := policy.completed_steps) >= options.steps:
+        print(f"{options.run_dir} has all {options.steps} steps; another --run-dir, or more --steps?")
         return
     with training.MetricsWriter(
         options.run_dir, start_step=done + 1, tensorboard=options.tensorboard, wandb_project=options.wandb,
@@ -176,39 +182,45 @@ async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager
         if not done:
             writer.write(0, await test())
         tasks = itertools.cycle(read_tasks(options.data, slice(NUM_TESTS, None)))
-        async for step in runner.steps(tasks, options.groups, start_step=done):
+        steps = runner.steps(tasks, options.groups, start_step=done)
+        async for step in with_progress(runner, steps, total=options.steps - done):
             metrics = {**step.metrics, **await asyncio.to_thread(policy.train, step)}
-            print(f"step {step.index + 1}:", ", ".join(f"{name} {metrics[name]:.3g}" for name in PRINTED), flush=True)
-            is_last = step.index + 1 == options.steps
-            if is_last or (step.index + 1) % options.test_every == 0:
+            figures = ", ".join(f"{name} {metrics[name]:.3g}" for name in PRINTED)
+            print(f"step {policy.completed_steps}: {figures}", flush=True)
+            if policy.is_due:
                 metrics |= await test()
-            writer.write(step.index + 1, metrics)
-            if is_last:
+            writer.write(policy.completed_steps, metrics)
+            if policy.is_due:
+                await asyncio.to_thread(policy.save)
+            if policy.completed_steps == options.steps:
                 break
-    training.draw_curves(writer.path, options.run_dir / "curves.png", CURVES)
+    training.draw_curves(writer.path, png := options.run_dir / "curves.png", CURVES)
+    print(f"wrote {png} and {writer.path}")
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = read_options()
     torch.manual_seed(options.seed)
     server: dict[str, Any] = {
         "model_path": options.model, "tp_size": options.tp, "dtype": options.dtype, "random_seed": options.seed,
     }  # fmt: skip
-    config = AdapterConfig(engine_kind=options.engine, server_python=options.server_python)
     if options.lora:
         server |= {"enable_lora": True, "max_lora_rank": options.lora, "lora_target_modules": LORA["target_modules"]}
-    with (
-        training.trainer_ranks() as ranks,
-        RolloutManager(options.replicas, config=config, **server)
-        if ranks.rank == 0
-        else contextlib.nullcontext() as fleet,
-        VerlEngine(ranks.mesh, fleet=fleet, engine_kind=options.engine, **server) as engine,
-    ):
-        policy = Policy(options, ranks, engine)
+    config = AdapterConfig(engine_kind=options.engine, server_python=options.server_python)
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(training.trainer_ranks())
+        fleet = None
+        if ranks.rank == 0:
+            fleet = stack.enter_context(RolloutManager(options.replicas, config=config, **server))
+        engine = VerlEngine(ranks.mesh, fleet=fleet, engine_kind=options.engine, **server)
+        policy = Policy(options, ranks, stack.enter_context(engine))
         if fleet is not None:
             asyncio.run(run(options, policy, fleet))
         while policy.completed_steps < options.steps:
             policy.train(None)
+            if policy.is_due:
+                policy.save()
 
 
 if __name__ == "__main__":

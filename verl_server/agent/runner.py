@@ -12,10 +12,10 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TimeElapsedColumn
 from rich.progress import Task as RichTask
 from rich.text import Text
 
@@ -55,6 +55,7 @@ from verl_server.types import Json
 from verl_server.validation import check_arguments, make_writable_folder
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T", SampleGroup, RolloutStep)
 
 
 class RolloutRunner:
@@ -238,21 +239,25 @@ class RolloutRunner:
 
 
 async def with_progress(
-    runner: RolloutRunner, groups: AsyncIterator[SampleGroup], total: int | None = None, console: Console | None = None
-) -> AsyncIterator[SampleGroup]:
-    """Yield the groups of `runner.run(...)` and show a progress bar meanwhile.
+    runner: RolloutRunner, groups: AsyncIterator[T], total: int | None = None, console: Console | None = None
+) -> AsyncIterator[T]:
+    """Yield the groups of `runner.run(...)` or the steps of `runner.steps(...)` and show a progress bar meanwhile.
 
-    `total`: number of groups that are expected. None shows no total. `console`: where the bar is shown; None is the
-    standard output. Raises the exceptions of `groups`.
+    `total`: number of groups or steps that are expected. None shows no total. `console`: where the bar is shown; None
+    is the standard output. The mean reward is that of all groups, or of the last step. Raises the exceptions of
+    `groups`.
     """
     figures = _Figures(runner)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("groups "), figures, TimeElapsedColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), figures, TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=total)
-        async for group in groups:
-            figures.rewards += [sample.reward for sample in group.samples if sample.reward is not None]
+        async for item in groups:
+            rewards = [sample.reward for sample in item.samples if sample.reward is not None]
+            if isinstance(item, RolloutStep):
+                figures.rewards.clear()
+            figures.rewards += rewards
             progress.advance(bar)
-            yield group
+            yield item
 
 
 class _Figures(ProgressColumn):

@@ -375,6 +375,8 @@ LOG_LIMIT_BYTES = 16 * 1024 * 1024
 LOG_TAIL_LINES = 40
 LOG_SCAN_BYTES = 4096
 READY_POLL_S = 0.05
+#: Seconds between two messages about a server that starts.
+START_REPORT_S = 10.0
 SHARED_MEMORY_POLL_S = 0.05
 #: Exit codes from here on mean that a signal has ended the warden.
 EXIT_BY_SIGNAL = 128
@@ -506,10 +508,16 @@ class ServerProcess(ExitNotifier):
         (SGLang can live on for minutes after such a line), BadInputError when the engine refuses an argument,
         DeadlineError after `timeout_s`, and the error that `check_abort` returns.
         """
-        deadline = time.monotonic() + timeout_s
+        started = next_report = time.monotonic()
+        deadline = started + timeout_s
+        logger.info("a server starts; its log is %s", self.log_path)
         while not is_ready():
             if self.wait_exit(READY_POLL_S) is not None:
                 raise self._startup_error()
+            if (now := time.monotonic()) > next_report + START_REPORT_S:
+                next_report = now
+                last_line = next(reversed(_last_lines(self._read_log_end()).splitlines()), "nothing yet")
+                logger.info("not ready after %.0f s, %s: %.300s", now - started, self.log_path, last_line)
             if (error := check_abort()) is not None:
                 raise error
             log_end = self._read_log_end() if fatal_log_phrases else ""
@@ -531,6 +539,7 @@ class ServerProcess(ExitNotifier):
                     log_path=str(self.log_path),
                 )
         self._send_command("ready")
+        logger.info("ready after %.1f s: the server with the log %s", time.monotonic() - started, self.log_path)
 
     def _startup_error(self) -> VerlServerError:
         """The error for a server that has ended before it was ready."""

@@ -214,9 +214,12 @@ def test_progress_bar_shows_the_counters(shared_engine: VerlEngine, renderer: Ch
         finished = (counters.num_finished_samples, counters.num_running_samples, counters.num_failed_samples)
         assert finished == (10, 0, 0)
         assert (counters.num_turns, counters.num_sampled_tokens) == (10, 80)
+        steps = runner.steps(tasks, num_groups=3)
+        sizes = [len(step.groups) async for step in with_progress(runner, steps, total=2, console=console)]
+        assert sizes == [3, 2]
         return len(groups)
 
     assert asyncio.run(run()) == 5
     text = output.getvalue()
-    for expected in ("5/5", "10 finished", "tokens/s", "mean reward 0.500"):
+    for expected in ("5/5", "10 finished", "tokens/s", "mean reward 0.500", "2/2", "20 finished"):
         assert expected in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,26 @@ def test_no_mesh_is_needed(tmp_path: Path, tiny: Callable[..., Path]) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     assert run_in_fork(script, [str(tiny("qwen3"))], tmp_path, timeout_s=300).split() == ["4", "1", "4", "1"]
+
+
+SIGNS_OF_LIFE = """
+import logging, re, sys
+from verl_server import VerlEngine
+from verl_server.server import process
+
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+process.START_REPORT_S = 0.05
+VerlEngine(model_path=sys.argv[1]).shutdown()
+"""
+
+
+def test_a_start_says_what_happens(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(SIGNS_OF_LIFE)
+    output = run_in_fork(script, [str(tiny("qwen3"))], tmp_path, timeout_s=300)
+    (log,) = re.findall(r"^a server starts; its log is (\S+)$", output, re.MULTILINE)
+    assert re.search(rf"^not ready after \d+ s, {log}: \S", output, re.MULTILINE), output
+    assert re.search(rf"^ready after \d+\.\d s: the server with the log {log}$", output, re.MULTILINE), output
 
 
 @pytest.mark.smoke

@@ -86,7 +86,7 @@ def test_grpo_continues_after_a_kill(tmp_path: Path, tiny: Callable[..., Path]) 
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"question": f"{a} + 1", "answer": str(a + 1)}) + "\n" for a in range(4)))
     arguments = [str(tiny("qwen3")), "--data", str(data), "--test", str(data), "--run-dir", str(tmp_path / "run")]
-    arguments += ["--groups", "2", "--samples", "2", "--max-tokens", "4", "--dtype", "float32", "--test-every", "1"]
+    arguments += ["--groups", "2", "--samples", "2", "--max-tokens", "4", "--dtype", "float32", "--every", "1"]
     run_example("grpo.py", tmp_path, *arguments, "--steps", "1")
     output = run_example("grpo.py", tmp_path, *arguments, "--steps", "3")
     assert re.findall(r"^step (\d):", output, re.M) == ["2", "3"]
