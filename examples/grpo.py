@@ -35,7 +35,7 @@ from verl_server.trajectory import get_renderer
 CURVES = ["test/correct", "reward/mean", "train/logprob_gap"]
 PRINTED = ["reward/mean", "train/logprob_gap", "train/time_s", "time/wait_s"]
 LORA: dict[str, Any] = {"lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-MAX_NUMBER, NUM_TESTS, NUM_SHOWN = 20, 100, 5
+MAX_NUMBER, NUM_TESTS, NUM_SHOWN = 20, 100, 8
 """The built-in task: sums of two numbers up to MAX_NUMBER. The policy is never trained on NUM_TESTS of them."""
 BEGINNING = [
     {"role": "system", "content": "Answer with the number only."},

@@ -98,15 +98,23 @@ def read_metrics(path: Path) -> list[Json]:
     return [orjson.loads(line) for line in lines]
 
 
-def draw_curves(path: Path | str, png: Path | str, names: Sequence[str]) -> None:
-    """Draw metrics of the file `path` over the steps into a PNG file, one panel for each of `names`."""
+def draw_curves(path: Path | str | Sequence[Path | str], png: Path | str, names: Sequence[str]) -> None:
+    """Draw metrics over the steps into a PNG file, one panel for each of `names`.
+
+    `path`: the file of a run, or of several runs, whose curves have the names of their folders.
+    """
     from matplotlib.figure import Figure
 
-    lines = read_metrics(Path(path))
+    paths = [Path(path)] if isinstance(path, (Path, str)) else [Path(one) for one in path]
     figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        axes.plot([step for step, _ in points], [value for _, value in points], marker=".")
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for lines, label in [(read_metrics(one), one.parent.name) for one in paths]:
+        for axes, name in zip(panels, names, strict=True):
+            points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            axes.plot([step for step, _ in points], [value for _, value in points], marker=".", label=label)
+    for axes, name in zip(panels, names, strict=True):
         axes.set(title=name, xlabel="step")
         axes.grid(alpha=0.3)
+    if len(paths) > 1:
+        panels[0].legend()
     figure.savefig(png, dpi=120)

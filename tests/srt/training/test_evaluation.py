@@ -88,6 +88,7 @@ def test_a_resumed_run_writes_its_steps_once(tmp_path: Path) -> None:
     assert [(line["step"], line["reward/mean"]) for line in lines] == [(0, 0.0), (1, 0.5), (2, 7.0)]
     assert lines[0]["odd"] is None
     draw_curves(writer.path, tmp_path / "curves.png", ["reward/mean", "odd"])
+    draw_curves([writer.path, writer.path], tmp_path / "two.png", ["odd"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
