@@ -47,6 +47,87 @@ def read_model_configs(model_path: str, tokenizer_path: str) -> tuple[dict[str, 
     )
 
 
+# -- Files of a model's folder ----------------------------------------------------------------------
+
+INDEX = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
+MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
+#: Files with weights that are not safetensors.
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.npcache")
+
+
+def require_complete_folder(folder: Path, *, weights: bool, tokenizer: bool) -> None:
+    """Raise BadInputError for a model's folder that an engine cannot load: it would say so late and at length.
+
+    `weights`, `tokenizer`: whether the engine reads them from this folder. Only names, sizes and headers are read.
+    """
+    if not (folder / "config.json").is_file():
+        if (folder / "params.json").is_file():  # the format of Mistral
+            return
+        hint = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        raise BadInputError(
+            f"model_path {folder} has no config.json: it is not a model's folder. It has: {hint}", argument="model_path"
+        )
+    if weights:
+        names = weight_files(folder)
+        problems = [f"{name} {problem}" for name in sorted(names) if (problem := read_header(folder / name)[1])]
+        if not names and not any(file for pattern in OTHER_WEIGHTS for file in folder.glob(pattern)):
+            problems = ["it has no file with weights; load_format='dummy' starts with random ones"]
+        if problems:
+            raise BadInputError(
+                f"the weights of model_path {folder} are incomplete: {'; '.join(problems[:5])}. Copy or download them "
+                "again",
+                argument="model_path",
+            )
+    if tokenizer and not tokenizer_files(folder):
+        raise BadInputError(
+            f"model_path {folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}). Save that of the original model "
+            "there, pass tokenizer_path, or serve token ids only with skip_tokenizer_init=True",
+            argument="model_path",
+        )
+
+
+def weight_files(folder: Path) -> set[str]:
+    """Names of the safetensors files that an engine reads: those of the index, if there is one."""
+    if (folder / INDEX).is_file():
+        return set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    return {file.name for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")}
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    return sorted({file.name for pattern in TOKENIZER_FILES for file in folder.glob(pattern)})
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], str]:
+    """Read the header of a safetensors file (8 bytes of length, then JSON).
+
+    Returns the header, and the problem of the file or "".
+    """
+    if not file.is_file():
+        return {}, "is in the index but missing"
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            return {}, "is a git-lfs pointer instead of the file"
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            return {}, "is truncated or not a safetensors file"
+        opened.seek(8)
+        try:
+            header: dict[str, Any] = json.loads(opened.read(length))
+        except ValueError:
+            return {}, "has a damaged header"
+    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+    if size != 8 + length + end:
+        return header, f"has {size} bytes but should have {8 + length + end}"
+    return header, ""
+
+
+# -- Facts ------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """The sizes and names in a model's `config.json`. Sizes are numbers of elements; 0 if the file has no value."""

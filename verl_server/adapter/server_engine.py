@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from verl_server.adapter.model_files import read_facts, read_model_config
+from verl_server.adapter.model_files import read_facts, read_model_config, require_complete_folder
 from verl_server.config import AdapterConfig
 from verl_server.errors import BadInputError
 from verl_server.server.launch import LaunchedServer
@@ -29,6 +29,8 @@ ServerArgs = Mapping[str, Any]
 #: Server arguments that hold keys.
 SECRET_ARGUMENTS = ("api_key", "admin_api_key")
 DEFAULT_HOST = "127.0.0.1"
+#: Values of `load_format` with which an engine reads the weights from the model's folder.
+LOAD_FORMATS = (None, "auto", "safetensors", "pt")
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,16 @@ def require_common_args(args: ServerArgs) -> None:
                 argument=name,
             ) from error
     _require_divisible_heads(os.path.expanduser(model), args)
+
+
+def require_loadable_model(args: ServerArgs) -> None:
+    """Raise BadInputError for a model folder on this machine that an engine with these arguments cannot load."""
+    if (folder := Path(os.path.expanduser(require_model_path(args)))).is_dir():
+        require_complete_folder(
+            folder,
+            weights=args.get("load_format") in LOAD_FORMATS,
+            tokenizer=not args.get("skip_tokenizer_init") and args.get("tokenizer_path") is None,
+        )
 
 
 def _require_divisible_heads(model_path: str, args: ServerArgs) -> None:

@@ -7,9 +7,15 @@ import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from verl_server.adapter.model_files import ModelFacts, find_model_file, read_facts
+from verl_server.adapter.model_files import (
+    ModelFacts,
+    find_model_file,
+    read_facts,
+    read_header,
+    tokenizer_files,
+    weight_files,
+)
 from verl_server.adapter.sglang.server_arguments import indivisible_sizes, tp_choices
 from verl_server.config import EngineKind
 from verl_server.doctor.machine import SERVER_BYTES, Hardware
@@ -21,9 +27,6 @@ from verl_server.platforms.limits import available_memory
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
 FLOATS = {"F64", "F32", "F16", "BF16"}
-INDEX = "model.safetensors.index.json"
-LFS_POINTER = b"version https://git-lfs"
-MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
 #: Share of a GPU's free memory that the weights may use. The KV cache, activations and CUDA graphs need the rest.
 WEIGHTS_SHARE = 0.8
 
@@ -117,9 +120,7 @@ def check_files(weights: Weights | None, problems: list[str]) -> Finding:
 
 def read_weights(folder: Path) -> tuple[Weights | None, list[str]]:
     """Read the headers of the safetensors files. Returns the sizes (None without files) and the problems."""
-    names = {file.name for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")}
-    if (folder / INDEX).is_file():
-        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    names = weight_files(folder)
     elements = other = stored = 0
     problems = []
     for name in sorted(names):
@@ -136,32 +137,6 @@ def read_weights(folder: Path) -> tuple[Weights | None, list[str]]:
             else:
                 other += size
     return (Weights(len(names), elements, other, stored) if names else None), problems
-
-
-def read_header(file: Path) -> tuple[dict[str, Any], str]:
-    """Read the header of a safetensors file (8 bytes of length, then JSON).
-
-    Returns the header, and the problem of the file or "".
-    """
-    if not file.is_file():
-        return {}, "is in the index but missing"
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        start = opened.read(len(LFS_POINTER))
-        if start == LFS_POINTER:
-            return {}, "is a git-lfs pointer instead of the file"
-        length = int.from_bytes(start[:8], "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            return {}, "is truncated or not a safetensors file"
-        opened.seek(8)
-        try:
-            header: dict[str, Any] = json.loads(opened.read(length))
-        except ValueError:
-            return {}, "has a damaged header"
-    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-    if size != 8 + length + end:
-        return header, f"has {size} bytes but should have {8 + length + end}"
-    return header, ""
 
 
 def weights_of_config(folder: Path) -> Weights | None:
@@ -183,7 +158,6 @@ def weights_of_config(folder: Path) -> Weights | None:
 
 # -- Model ------------------------------------------------------------------------------------------
 
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 #: Files that name the classes of an engine's models, in the folder of its package.
 MODEL_FILES = {EngineKind.SGLANG: "srt/models/**/*.py", EngineKind.VLLM: "model_executor/models/registry.py"}
 
@@ -282,8 +256,7 @@ def check_architecture(facts: ModelFacts, kind: EngineKind, engine_folder: Path 
 
 def check_tokenizer(folder: Path) -> Finding:
     """Check for tokenizer files."""
-    found = sorted({file.name for pattern in TOKENIZER_FILES for file in folder.glob(pattern)})
-    if found:
+    if found := tokenizer_files(folder):
         return ok("Tokenizer", ", ".join(found))
     return warn(
         "Tokenizer",

@@ -26,7 +26,7 @@ def save_checkpoint(folder: Path | str, step: int, model: torch.nn.Module, optim
     """
     target = Path(folder) / f"{_PREFIX}{step:06d}"
     if _is_first_rank():
-        (target / _WRITTEN).unlink(missing_ok=True)  # while it is written again, it is not complete
+        shutil.rmtree(target, ignore_errors=True)  # what a killed process has left
     _barrier()
     weights, state = get_state_dict(model, optimizer)
     save({"model": weights, "optimizer": state}, checkpoint_id=str(target))

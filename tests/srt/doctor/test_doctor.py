@@ -354,7 +354,7 @@ def test_weights_are_counted_from_the_headers(tiny: Callable[..., Path], tmp_pat
     assert "should have" in model.read_weights(tmp_path)[1][0]
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     assert "git-lfs" in model.read_weights(tmp_path)[1][0]
-    (tmp_path / model.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
     assert "missing" in model.read_weights(tmp_path)[1][0]
 
 

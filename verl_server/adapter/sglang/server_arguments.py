@@ -20,6 +20,7 @@ from verl_server.adapter.server_engine import (
     ServerEngine,
     require_common_args,
     require_free_port,
+    require_loadable_model,
     with_address_and_keys,
     with_checked_numbers,
 )
@@ -370,6 +371,7 @@ def launch_sglang_server(
             "node_rank; without them, the nodes of a server do not find each other. Leave nnodes out for one machine",
             argument="dist_init_addr",
         )
+    require_loadable_model(args)
     return launch_server(args, SGLANG, config, env, check_abort)
 
 

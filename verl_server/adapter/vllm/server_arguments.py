@@ -14,6 +14,7 @@ from verl_server.adapter.server_engine import (
     ServerEngine,
     require_common_args,
     require_free_port,
+    require_loadable_model,
     with_address_and_keys,
     with_checked_numbers,
 )
@@ -171,7 +172,9 @@ def launch_vllm_server(
     """
     if config.router_ip is not None:
         raise BadInputError(NO_SGLANG_ROUTER)
-    server = launch_server(complete_server_args(server_args), VLLM, config, env, check_abort)
+    completed = complete_server_args(server_args)
+    require_loadable_model(with_common_names(completed))
+    server = launch_server(completed, VLLM, config, env, check_abort)
     args = {"tp_size": 1, **with_common_names(server.server_args), "custom_weight_loader": [WEIGHT_LOADER]}
     return replace(server, server_args=args)
 
