@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ class Workload:
         self._renderer = ChatRenderer(tokenizer)
         generate = access_engine(server).generate
 
-        async def generate_counted(*, rid: str, session_id: str, **request: Any) -> Json:
+        async def generate_counted(*, rid: str, session_id: str, **request: Any) -> Mapping[str, Any]:
             reply = await generate(rid=rid, session_id=session_id, **request)
             self._count([request["input_ids"]], [reply])
             return reply
@@ -82,7 +82,7 @@ class Workload:
     def reset_counters(self) -> None:
         self.num_sampled_tokens = self.num_prompt_tokens = 0
 
-    def _count(self, prompts: Sequence[Sequence[int]], replies: Sequence[Json]) -> None:
+    def _count(self, prompts: Sequence[Sequence[int]], replies: Sequence[Mapping[str, Any]]) -> None:
         self.num_prompt_tokens += sum(map(len, prompts))
         self.num_sampled_tokens += sum(len(reply["output_ids"]) for reply in replies)
 

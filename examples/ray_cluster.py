@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from ray.cluster_utils import Cluster
@@ -27,7 +28,7 @@ def second_job(address: str) -> None:
         print(f"{name}: tokens {reply['output_ids']} of version {reply['meta_info']['weight_version']}")
 
 
-async def generate(url: str, api_key: str | None) -> dict[str, Any]:
+async def generate(url: str, api_key: str | None) -> Mapping[str, Any]:
     async with RouterClient(url, api_key) as client:  # servers and routers take the same requests
         return await client.generate(input_ids=[1, 2, 3], sampling_params=SAMPLING_PARAMS)
 

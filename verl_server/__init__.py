@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from verl_server.rollout.launchers.local import LocalLauncher
     from verl_server.rollout.manager import RolloutManager
     from verl_server.router.client import RouterClient
-    from verl_server.types import WeightUpdateResult
+    from verl_server.types import GenerateReply, WeightUpdateResult
 
 __version__ = "0.1.0"
 
@@ -55,6 +55,7 @@ __all__ = [
     "AsyncHttpServerEngineAdapter",
     "BadInputError",
     "DeadlineError",
+    "GenerateReply",
     "HttpServerEngineAdapter",
     "InfrastructureError",
     "LocalLauncher",
@@ -125,6 +126,6 @@ __getattr__, __dir__ = export_lazily(
         "verl_server.rollout.launchers.local": ("LocalLauncher",),
         "verl_server.rollout.manager": ("RolloutManager",),
         "verl_server.router.client": ("RouterClient",),
-        "verl_server.types": ("WeightUpdateResult",),
+        "verl_server.types": ("GenerateReply", "WeightUpdateResult"),
     },
 )

@@ -4,14 +4,81 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Required, Self
 
 import orjson
+from typing_extensions import TypedDict
 
 from verl_server.errors import BadInputError
 
 Json = dict[str, Any]
 """A JSON object."""
+
+
+# -- Replies of a generation ------------------------------------------------------------------------
+
+
+class WeightSpan(TypedDict):
+    """Consecutive tokens of a reply that the same weights have produced."""
+
+    version: int
+    """Weight version."""
+    start: int
+    """Index of the first token in `output_ids`."""
+    end: int
+    """Index after the last token."""
+
+
+class FinishReason(TypedDict, total=False):
+    """Why a generation has ended."""
+
+    type: Required[Literal["stop", "length", "abort"]]
+    """`stop`: an end token or a stop string. `length`: the limit of tokens. `abort`: it was aborted."""
+    matched: int | str
+    """For `stop`: the token or the string."""
+    length: int
+    """For `length`: the limit."""
+    message: str
+    """For `abort`: why."""
+
+
+class MetaInfo(TypedDict, total=False):
+    """What a server says about a reply: the fields on which this library relies. Engines add others."""
+
+    id: Required[str]
+    """Request id."""
+    finish_reason: Required[FinishReason | None]
+    """None in an event of a stream that goes on."""
+    prompt_tokens: Required[int]
+    """Number of tokens of the prompt."""
+    completion_tokens: Required[int]
+    """Number of tokens in `output_ids`."""
+    cached_tokens: int
+    """Number of tokens of the prompt that were in the prefix cache."""
+    weight_version: int
+    """Version of the weights of the last token."""
+    weight_versions: list[WeightSpan]
+    """The weights of all tokens."""
+    output_token_logprobs: list[list[Any]]
+    """With `return_logprob`: `[log probability after the temperature, token id, text or None]` for each token."""
+    input_token_logprobs: list[list[Any]]
+    """With `logprob_start_len`: the same for tokens of the prompt. The first token has no log probability."""
+    attempts: int
+    """From a router: number of attempts, without those that the server aborted for a weight update."""
+
+
+class GenerateReply(TypedDict, total=False):
+    """The reply to one prompt, from `generate` of a router, an engine or an adapter."""
+
+    output_ids: Required[list[int]]
+    """The sampled tokens, the end token included."""
+    meta_info: Required[MetaInfo]
+    """What the server says about them."""
+    text: str
+    """The decoded tokens, from a server with a tokenizer."""
+
+
+# ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

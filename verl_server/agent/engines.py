@@ -72,7 +72,7 @@ class GenerateFn(Protocol):
     generated, in the event loop of the call. Without this argument, callers have the tokens when the reply is complete.
     """
 
-    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Json: ...
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Mapping[str, Any]: ...
 
 
 def as_generate_fn(adapter: AsyncHttpServerEngineAdapter) -> GenerateFn:
@@ -132,7 +132,9 @@ def limit_concurrency(generate: GenerateFn, max_concurrency: int) -> GenerateFn:
     """
     slots = LoopSlots(max_concurrency)
 
-    async def generate_limited(*, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any) -> Json:
+    async def generate_limited(
+        *, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any
+    ) -> Mapping[str, Any]:
         async with slots.of_running_loop():
             return await with_reports(generate, on_tokens)(rid=rid, session_id=session_id, **request)
 
@@ -160,7 +162,7 @@ def require_sampling_params(params: Any) -> Json:
 
 async def generate_whole_turn(
     generate: GenerateFn, *, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any
-) -> Json:
+) -> Mapping[str, Any]:
     """Call `generate` until its reply is complete. A reply that a weight update aborted is discarded.
 
     Raises DeadlineError if that lasts for `ABORT_TIMEOUT_S`.

@@ -299,7 +299,7 @@ class EpisodeState:
         """Take back `begin_turn`: the turn has no tokens."""
         self._num_turns -= 1
 
-    async def run_request(self, request: Coroutine[Any, Any, Json]) -> Json:
+    async def run_request(self, request: Coroutine[Any, Any, Mapping[str, Any]]) -> Mapping[str, Any]:
         """The reply to a request. Raises the errors of `finish_in_time`."""
         with measure(Phase.GENERATE) as opened:
             reply = await self.finish_in_time(request, "the request to the engine")  # in this span
@@ -393,7 +393,7 @@ class Cursor:
             self.has_turns |= bool(node.token_ids)
         return node
 
-    def add_turn(self, reply: Json, details: Json | None = None) -> Node:
+    def add_turn(self, reply: Mapping[str, Any], details: Json | None = None) -> Node:
         """Record the tokens of a reply. `details`: further keys of the recorded message.
 
         Raises BadInputError if the server has read another prompt than that of the path, because it expands images in
@@ -437,7 +437,7 @@ class Cursor:
                 state.fail_turn()
         return self.as_turn(node, tools)
 
-    async def request_turn(self, params: Json, on_tokens: OnTokens | None = None) -> Json:
+    async def request_turn(self, params: Json, on_tokens: OnTokens | None = None) -> Mapping[str, Any]:
         """Request a turn after the path and return the reply, which `add_turn` records.
 
         `params`: the sampling parameters of the turn. `max_new_tokens` is at most what the limits leave. `on_tokens`:

@@ -51,7 +51,6 @@ from verl_server.router.resumable_generation import OnTokens
 from verl_server.server.process import raise_open_file_limit
 from verl_server.trajectory.recorder import FILE_SUFFIX
 from verl_server.trajectory.rendering.chat_renderer import ChatRenderer
-from verl_server.types import Json
 from verl_server.validation import check_arguments, make_writable_folder
 
 logger = logging.getLogger(__name__)
@@ -226,7 +225,7 @@ class RolloutRunner:
 
     async def _generate_counted(
         self, *, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any
-    ) -> Json:
+    ) -> Mapping[str, Any]:
         generate = with_reports(self._generate, on_tokens)
         reply = await generate(rid=rid, session_id=session_id, **request)
         self.counters.num_turns += 1

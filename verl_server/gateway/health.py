@@ -9,7 +9,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,9 @@ class GatewayMetrics:
     def measure(self, generate: GenerateFn) -> GenerateFn:
         """`generate`, whose calls are measured."""
 
-        async def measured(*, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any) -> Json:
+        async def measured(
+            *, rid: str, session_id: str, on_tokens: OnTokens | None = None, **request: Any
+        ) -> Mapping[str, Any]:
             arrived_at = ARRIVED_AT.get()
             if arrived_at is not None:
                 ARRIVED_AT.set(None)  # a turn that a weight update has aborted is generated again in the same task
@@ -225,7 +227,7 @@ class GatewayHealth:
             return [f"the folder of the records takes no files: {error.strerror}"]
         return []
 
-    async def _ping(self) -> Json:
+    async def _ping(self) -> Mapping[str, Any]:
         """Generate one token. It belongs to no session and is recorded nowhere.
 
         A busy engine is healthy: the ping waits behind turns. Tokens of turns have come a short time ago, or turns run

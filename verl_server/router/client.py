@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Collection
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import aiohttp
 
@@ -19,7 +19,7 @@ from verl_server.router.resumable_generation import EVENT_STREAM, STREAM_TOKENS,
 from verl_server.server.launch import open_socket
 from verl_server.server.process import raise_open_file_limit
 from verl_server.tracing import trace_headers
-from verl_server.types import Json, encode_json
+from verl_server.types import GenerateReply, Json, encode_json
 from verl_server.validation import check_arguments, require_http_url, require_key, require_seconds
 
 CONNECT_TIMEOUT_S = 5.0
@@ -82,7 +82,7 @@ class RouterClient:
         timeout_s: float | None = None,
         on_tokens: OnTokens | None = None,
         **request: Any,
-    ) -> Json:
+    ) -> GenerateReply:
         """One generation for one prompt. Arguments, reply and errors are those of `RolloutRouter.generate`.
 
         Also raises ServerBusyError (full queue, retryable), ServerError (no router for `reconnect_timeout_s` seconds).
@@ -112,7 +112,7 @@ class RouterClient:
             sent_at = time.monotonic()
             try:
                 async with asyncio.timeout_at(None if deadline is None else _loop_time(deadline) + CONNECT_TIMEOUT_S):
-                    return await self._post(body, on_tokens)
+                    return cast(GenerateReply, await self._post(body, on_tokens))
             except (aiohttp.ClientError, ConnectionError) as error:
                 now = time.monotonic()
                 connected = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError))

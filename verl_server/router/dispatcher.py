@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from verl_server.adapter.blocking import EventLoopThread
 from verl_server.adapter.sglang.requests import plain_request, split_batch
@@ -52,7 +52,7 @@ from verl_server.router.resumable_generation import (
     report_tokens,
 )
 from verl_server.server.process import raise_open_file_limit
-from verl_server.types import Json
+from verl_server.types import GenerateReply, Json
 
 # -- Attempt runner ---------------------------------------------------------------------------------
 # `AttemptRunner`: runs a generation on a replica, and again on another one when the replica is lost or fails.
@@ -603,7 +603,7 @@ class RolloutRouter:
         timeout_s: float | None = None,
         on_tokens: OnTokens | None = None,
         **request: Any,
-    ) -> Json:
+    ) -> GenerateReply:
         """One generation for one prompt; `request` holds the arguments of `HttpServerEngineAdapter.generate`.
 
         Args:
@@ -618,8 +618,7 @@ class RolloutRouter:
             on_tokens: Function that gets the tokens while they are generated, in the event loop of the call. See
                 `OnTokens`. A call that joins a running generation gets its tokens from the start.
 
-        Returns SGLang's reply. `meta_info` also has `weight_versions` (spans of tokens with `version`, `start`, `end`)
-        and `attempts` (number of attempts on replicas). Cancelling the call aborts the generation in the server.
+        Cancelling the call aborts the generation in the server.
 
         Raises BadInputError; NotReadyError (retryable) when no replica serves the required weights, the weights changed
         during the generation, or the result of the same rid has other weights; DeadlineError; or the error of the last
@@ -633,7 +632,8 @@ class RolloutRouter:
             timeout_s=timeout_s,
             on_tokens=None if on_tokens is None else in_running_loop(on_tokens),
         )
-        return await asyncio.wrap_future(self._loop.submit(coroutine))
+        reply = await asyncio.wrap_future(self._loop.submit(coroutine))
+        return cast(GenerateReply, reply)
 
     async def abort(self, rids: Sequence[str]) -> dict[str, Json | None]:
         """Internal. See `Dispatcher.abort`."""

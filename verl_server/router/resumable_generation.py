@@ -407,7 +407,7 @@ def join_version_spans(parts: list[Json]) -> list[Json]:
     return spans
 
 
-def version_spans(reply: Json) -> list[Json]:
+def version_spans(reply: Mapping[str, Any]) -> list[Json]:
     """The weight versions of one reply's tokens. A reply without spans has one version for all of its tokens."""
     meta = reply["meta_info"]
     spans = meta.get("weight_versions") or [

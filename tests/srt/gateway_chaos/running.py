@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def check_replica_faults(
     generated = Generated()
     router = RouterClient(fleet.router_url, fleet.router_key)
 
-    async def generate(*, rid: str, session_id: str, **request: Any) -> dict[str, Any]:
+    async def generate(*, rid: str, session_id: str, **request: Any) -> Mapping[str, Any]:
         reply = await router.generate(rid=rid, session_id=session_id, **request)
         generated[tuple(request["input_ids"]), tuple(reply["output_ids"])] += 1
         return reply

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class FaultInjector:
         self._generate, self._log = generate, log
         self._num_requests: Counter[tuple[str, str]] = Counter()
 
-    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Json:
+    async def __call__(self, *, rid: str, session_id: str, **request: Any) -> Mapping[str, Any]:
         step, faults = STEP.get()
         number = self._num_requests[session_id, step]
         self._num_requests[session_id, step] += 1

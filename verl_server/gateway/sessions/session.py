@@ -15,8 +15,9 @@ import operator
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
@@ -163,7 +164,7 @@ def request_of(node: Node, tools: Sequence[Json]) -> TurnRequest:
     return TurnRequest("", (), tools, forced_tools=() if has_no_calls else None)
 
 
-def turn_details(prompt: Prompt, reply: Json, started_at: float, ignored: Sequence[str]) -> Json:
+def turn_details(prompt: Prompt, reply: Mapping[str, Any], started_at: float, ignored: Sequence[str]) -> Json:
     """Keys for the recorded message of a turn.
 
     `stop_sequence`: the stop sequence at which the turn ended, if there is one. `request`: the digest of the request,
@@ -215,7 +216,7 @@ def read_turn(
     )
 
 
-def record_turn(prompt: Prompt, reply: Json, started_at: float, ignored: Sequence[str]) -> Node:
+def record_turn(prompt: Prompt, reply: Mapping[str, Any], started_at: float, ignored: Sequence[str]) -> Node:
     """Record the reply of the engine. Raises ServerError for a reply that the record refuses, for example with NaN."""
     details = turn_details(prompt, reply, started_at, ignored)
     try:

@@ -88,7 +88,7 @@ class Completion:
     """Spans of tokens of one weight version: `version`, `start`, `end` (the first token after the span)."""
 
 
-def parse_completion(reply: Json) -> Completion:
+def parse_completion(reply: Mapping[str, Any]) -> Completion:
     """The completion of a server's reply. Raises ServerError for a reply without tokens, and if its log
     probabilities belong to other tokens.
     """

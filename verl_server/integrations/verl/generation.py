@@ -98,7 +98,7 @@ def require_no_other_media(media: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"the rollout verl_server does not support {name}; it supports text and images")
 
 
-def make_output(request: Json, reply: Json, steps: Mapping[int, int], latest_step: int) -> TokenOutput:
+def make_output(request: Json, reply: Mapping[str, Any], steps: Mapping[int, int], latest_step: int) -> TokenOutput:
     """verl's output for a reply to `request`. `steps`: the training step of each weight version."""
     returns_logprobs, num_prompt_logprobs = request["return_logprob"], request.get("top_logprobs_num")
     meta = reply["meta_info"]
@@ -157,7 +157,7 @@ class Generations:
         """Number of requests in the router, also of those that wait there for a server."""
         return len(self._running)
 
-    async def run(self, request: Json, session_id: str | None) -> Json:
+    async def run(self, request: Json, session_id: str | None) -> Mapping[str, Any]:
         """The reply of the router. That of an aborted or rejected request has what was generated, see `abort`.
 
         Waits while requests are held, and while all servers wait for the next update of the weights. `watch` ends
@@ -175,7 +175,7 @@ class Generations:
                     raise
             await asyncio.sleep(NOT_READY_DELAY_S)
 
-    async def _ask_router(self, request: Json, session_id: str | None) -> Json:
+    async def _ask_router(self, request: Json, session_id: str | None) -> Mapping[str, Any]:
         rid, running = uuid.uuid4().hex, _Running()
         self._running[rid] = running
         try:

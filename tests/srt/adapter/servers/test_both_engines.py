@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pydantic
 import pytest
 import torch
 from both_engines import KINDS, RunningStream, SharedEngines, load_of, until_idle
 from helpers import GREEDY, PROMPTS, adapter_of, greedy_with_logprobs, reference_model
 from transformers import AutoTokenizer
 
-from verl_server import HttpServerEngineAdapter, VerlEngine
+from verl_server import GenerateReply, HttpServerEngineAdapter, VerlEngine
 from verl_server.errors import BadInputError
 
 pytestmark = pytest.mark.timeout(600)
@@ -55,6 +56,22 @@ def test_a_prompt_of_token_ids(adapter: HttpServerEngineAdapter, engine: VerlEng
     version = engine.weight_version
     assert meta["weight_version"] == version
     assert meta["weight_versions"] == [{"version": version, "start": 0, "end": len(tokens)}]
+
+
+def test_replies_have_the_documented_types(adapter: HttpServerEngineAdapter, engine: VerlEngine) -> None:
+    """`GenerateReply` and its parts: every field that a reply of a server has of them."""
+    documented = pydantic.TypeAdapter(GenerateReply)
+    for sampling in ({"max_new_tokens": 3}, {"max_new_tokens": 3, "stop_token_ids": list(range(300))}):
+        request: dict[str, Any] = {
+            "input_ids": PROMPTS[0],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        for reply in (adapter.generate(**request), engine.generate(**request)):
+            documented.validate_python(reply, strict=True)
+            assert reply["meta_info"]["weight_versions"][0]["start"] == 0
+            assert reply["meta_info"]["finish_reason"]["type"] in ("length", "stop")
 
 
 def test_a_prompt_of_text(adapter: HttpServerEngineAdapter, model: Any, tokenizer: Any) -> None:

@@ -43,7 +43,7 @@ def test_one_server_gets_as_many_requests_as_it_runs(
             limited(rid=f"limited-{index}", session_id="s", input_ids=[5, 6], sampling_params=params)
             for index in range(2 * limit)
         )
-        return await asyncio.gather(*requests)
+        return list(await asyncio.gather(*requests))
 
     replies = asyncio.run(run())
     assert len({tuple(reply["output_ids"]) for reply in replies}) == 1

@@ -285,7 +285,7 @@ def test_a_lost_router_process_is_replaced(how: signal.Signals, fleet: Any) -> N
             ]
             await until_requests(fleet, 4)
             os.kill(fleet.status().router_process.pid, how)
-            return await asyncio.gather(*calls)
+            return list(await asyncio.gather(*calls))
 
     assert [reply["output_ids"] for reply in asyncio.run(run())] == [expected] * 4
     assert fleet.status().router_process.restarts == before + 1
