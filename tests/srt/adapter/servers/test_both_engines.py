@@ -66,7 +66,6 @@ def test_replies_have_the_documented_types(adapter: HttpServerEngineAdapter, eng
             "input_ids": PROMPTS[0],
             "sampling_params": sampling,
             "return_logprob": True,
-            "logprob_start_len": 0,
         }
         for reply in (adapter.generate(**request), engine.generate(**request)):
             documented.validate_python(reply, strict=True)
