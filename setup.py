@@ -112,7 +112,7 @@ setup(
         "docker": ["docker>=7.1"],
         "ray": ["ray>=2.40"],
         # What examples/grpo.py can use beside an engine.
-        "training": ["gguf>=0.17", "peft>=0.17", "tensorboard>=2.19", "wandb>=0.19"],
+        "training": ["gguf>=0.17", "peft>=0.19", "tensorboard>=2.19", "wandb>=0.19"],
         "docs": ["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
         "dev": [
             "pytest",

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import math
 import random
@@ -23,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from tensordict import TensorDict
 from torch.distributed.fsdp import fully_shard
@@ -32,11 +32,13 @@ from verl_server import AdapterConfig, RolloutManager, VerlEngine, training
 from verl_server.agent import RolloutLimits, RolloutRunner, RolloutStep, Sample, SingleTurnLoop, Task, with_progress
 from verl_server.trajectory import get_renderer
 
+SETTINGS = ["model", "data", "test", "dtype", "groups", "samples", "max_tokens", "minibatches", "lr", "lora", "seed"]
+"""The options that a run which continues must not change."""
 CURVES = ["test/correct", "reward/mean", "train/logprob_gap"]
 PRINTED = ["reward/mean", "train/logprob_gap", "train/time_s", "time/wait_s"]
 LORA: dict[str, Any] = {"lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-MAX_NUMBER, NUM_TESTS, NUM_SHOWN = 20, 100, 8
-"""The built-in task: sums of two numbers up to MAX_NUMBER. The policy is never trained on NUM_TESTS of them."""
+MAX_NUMBER, NUM_TESTS, NUM_SHOWN = 20, 50, 8
+"""The built-in task: sums of two numbers up to MAX_NUMBER. NUM_TESTS pairs of numbers are for tests, in both orders."""
 BEGINNING = [
     {"role": "system", "content": "Answer with the number only."},
     {"role": "user", "content": "2 + 3"},
@@ -75,11 +77,14 @@ def read_options() -> argparse.Namespace:
 def read_tasks(path: Path | None, sums: slice) -> list[Task]:
     """The questions of a file, or some of all sums of two numbers, in random order."""
     if path is not None:
-        lines, beginning = [json.loads(line) for line in path.read_text().splitlines()], []
+        lines, beginning = training.read_questions(path), []
     else:
-        pairs = list(itertools.product(range(1, MAX_NUMBER + 1), repeat=2))
-        random.Random(0).shuffle(pairs)
-        lines, beginning = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in pairs[sums]], BEGINNING
+        pairs = [
+            pair for pair in itertools.combinations_with_replacement(range(1, MAX_NUMBER + 1), 2) if pair != (2, 3)
+        ]
+        orders = [order for a, b in pairs[sums] for order in dict.fromkeys([(a, b), (b, a)])]
+        random.Random(0).shuffle(orders)
+        lines, beginning = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in orders], BEGINNING
     return [Task(str(n), [*beginning, {"role": "user", "content": x["question"]}], x) for n, x in enumerate(lines)]
 
 
@@ -94,14 +99,12 @@ class Policy:
     def __init__(self, options: argparse.Namespace, ranks: training.TrainerRanks, engine: VerlEngine) -> None:
         self.options, self.ranks, self.engine = options, ranks, engine
         self.model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(ranks.device)
-        layers = self.model.model.layers
         if options.lora:
-            import peft
-
             self.model = peft.get_peft_model(self.model, peft.LoraConfig(r=options.lora, **LORA))
         if ranks.size > 1:
-            for layer in layers:
-                fully_shard(layer, mesh=ranks.device_mesh)
+            for module in list(self.model.modules()):
+                if type(module).__name__ in self.model._no_split_modules:  # the layers
+                    fully_shard(module, mesh=ranks.device_mesh)
             fully_shard(self.model, mesh=ranks.device_mesh)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0)
@@ -111,8 +114,6 @@ class Policy:
 
     def push(self) -> None:
         if self.options.lora:
-            import peft
-
             config = self.model.peft_config["default"].to_dict()
             self.engine.load_lora_adapter("policy", peft.get_peft_model_state_dict(self.model), config)
         else:
@@ -120,8 +121,9 @@ class Policy:
 
     def train(self, step: RolloutStep | None) -> dict[str, float]:
         """Train on the samples of rank 0, and give the servers the weights."""
-        started, ranks, gap = time.monotonic(), self.ranks, 0.0
+        started, ranks, gaps = time.monotonic(), self.ranks, [torch.zeros(1)]
         batch: TensorDict = ranks.broadcast(None if step is None else step.batch())
+        batch = training.pad_rows(batch, ranks.size * self.options.minibatches)
         batch["advantage"] = training.group_advantages(batch["reward"], batch["group_index"], batch["sample_index"])
         batch["weight"] = batch["response_mask"] * batch["loss_weight"][:, None]
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(self.completed_steps))
@@ -135,12 +137,13 @@ class Policy:
                 loss = training.policy_loss(logprobs, old, part["advantage"], mask, num_tokens=num_tokens)
                 loss.backward()  # type: ignore[no-untyped-call]
                 if number == 0:  # later, the weights are no longer those of the servers
-                    gap = max(gap, float(((logprobs - old) * part["response_mask"]).detach().abs().max()))
+                    gaps.append(((logprobs - old) * part["response_mask"]).detach().abs().flatten().cpu())
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.push()
         self.completed_steps += 1
+        gap = ranks.max(float(torch.cat(gaps).max()))
         return {"train/logprob_gap": gap, "train/time_s": time.monotonic() - started}
 
     @property
@@ -153,7 +156,9 @@ class Policy:
         training.save_checkpoint(self.folder, self.completed_steps, self.model, self.optimizer)
 
 
-async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager) -> None:
+async def run(
+    options: argparse.Namespace, policy: Policy, fleet: RolloutManager, tasks: list[Task], questions: list[Task]
+) -> None:
     """The loop of rank 0: test, roll out, train, save."""
     common: dict[str, Any] = {
         "engine": functools.partial(fleet.router.generate, lora_path="policy") if options.lora else fleet,
@@ -163,7 +168,6 @@ async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager
     }
     tester = RolloutRunner(SingleTurnLoop(), sampling_params={"temperature": 0.0}, **common)
     runner = RolloutRunner(SingleTurnLoop(), n=options.samples, run_dir=options.run_dir / "samples", **common)
-    questions = read_tasks(options.test, slice(NUM_TESTS))
 
     async def test() -> dict[str, float]:
         result = await training.evaluate(tester, questions)
@@ -172,18 +176,18 @@ async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager
             print(f"    {group.task.data['question']:.60} -> {group.samples[0].text!r:.60}", flush=True)
         return {"test/correct": result.correct}
 
-    if (done := policy.completed_steps) >= options.steps:
-        print(f"{options.run_dir} has all {options.steps} steps; another --run-dir, or more --steps?")
-        return
+    done = policy.completed_steps
+    settings = {name: str(value) for name, value in vars(options).items()}
+    destinations: dict[str, Any] = {"tensorboard": options.tensorboard, "wandb_project": options.wandb}
     with training.MetricsWriter(
-        options.run_dir, start_step=done + 1, tensorboard=options.tensorboard, wandb_project=options.wandb,
-        config={name: str(value) for name, value in vars(options).items()},
-    ) as writer:  # fmt: skip
+        options.run_dir, start_step=done + bool(done), config=settings, **destinations
+    ) as writer:
         if not done:
             writer.write(0, await test())
-        tasks = itertools.cycle(read_tasks(options.data, slice(NUM_TESTS, None)))
-        steps = runner.steps(tasks, options.groups, start_step=done)
-        async for step in with_progress(runner, steps, total=options.steps - done):
+        steps = runner.steps(itertools.cycle(tasks), options.groups, start_step=done)
+        shown = with_progress(runner, steps, total=options.steps - done)
+        while policy.completed_steps < options.steps:
+            step = await anext(shown)
             metrics = {**step.metrics, **await asyncio.to_thread(policy.train, step)}
             figures = ", ".join(f"{name} {metrics[name]:.3g}" for name in PRINTED)
             print(f"step {policy.completed_steps}: {figures}", flush=True)
@@ -192,8 +196,6 @@ async def run(options: argparse.Namespace, policy: Policy, fleet: RolloutManager
             writer.write(policy.completed_steps, metrics)
             if policy.is_due:
                 await asyncio.to_thread(policy.save)
-            if policy.completed_steps == options.steps:
-                break
     training.draw_curves(writer.path, png := options.run_dir / "curves.png", CURVES)
     print(f"wrote {png} and {writer.path}")
 
@@ -202,6 +204,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = read_options()
     torch.manual_seed(options.seed)
+    tasks, questions = read_tasks(options.data, slice(NUM_TESTS, None)), read_tasks(options.test, slice(NUM_TESTS))
     server: dict[str, Any] = {
         "model_path": options.model, "tp_size": options.tp, "dtype": options.dtype, "random_seed": options.seed,
     }  # fmt: skip
@@ -212,15 +215,18 @@ def main() -> None:
         ranks = stack.enter_context(training.trainer_ranks())
         fleet = None
         if ranks.rank == 0:
+            training.keep_settings(options.run_dir, {name: getattr(options, name) for name in SETTINGS})
             fleet = stack.enter_context(RolloutManager(options.replicas, config=config, **server))
         engine = VerlEngine(ranks.mesh, fleet=fleet, engine_kind=options.engine, **server)
         policy = Policy(options, ranks, stack.enter_context(engine))
         if fleet is not None:
-            asyncio.run(run(options, policy, fleet))
+            asyncio.run(run(options, policy, fleet, tasks, questions))
         while policy.completed_steps < options.steps:
             policy.train(None)
             if policy.is_due:
                 policy.save()
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        training.save_pretrained(options.run_dir / "model", policy.model, tokenizer)
 
 
 if __name__ == "__main__":

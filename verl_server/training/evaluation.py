@@ -56,18 +56,21 @@ async def evaluate(runner: RolloutRunner, tasks: Sequence[Task], *, threshold: f
 
     `runner` has the agent, the reward and the sampling parameters: `{"temperature": 0}` for greedy answers with n=1,
     others with n=k samples or more for pass@k. Raises BadInputError without tasks, and for a runner with a `run_dir`,
-    which would return the recorded samples of an older policy, or with a `group_filter`; and the errors of
-    `RolloutRunner.run`.
+    which would return the recorded samples of an older policy, with a `group_filter`, or without a reward; and the
+    errors of `RolloutRunner.run`.
     """
     if not tasks:
         raise BadInputError("there are no tasks to evaluate", argument="tasks")
+    if runner.has_group_filter:
+        raise BadInputError("evaluate needs a runner without group_filter, which leaves groups out")
     if runner.run_dir is not None:
         raise BadInputError("evaluate needs a runner without run_dir: samples recorded there are not sampled again")
     by_id = {group.task.id: group async for group in runner.run(tasks)}
-    if len(by_id) < len(tasks):
-        raise BadInputError("evaluate needs a runner without group_filter: it has rejected groups")
     groups = [by_id[task.id] for task in tasks]
-    rewards = [sample.reward for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.samples]
+    if all(sample.reward is None and sample.error is None for sample in samples):
+        raise BadInputError("evaluate needs a runner with reward=, or an environment with a method @reward")
+    rewards = [sample.reward for sample in samples]
     return Evaluation(
         groups=groups,
         reward=fmean(reward or 0.0 for reward in rewards),

@@ -17,6 +17,8 @@ from tensordict import TensorDict
 
 from verl_server.errors import BadInputError
 
+MAX_LOG_RATIO = 20.0
+
 
 def group_advantages(
     rewards: torch.Tensor,
@@ -32,8 +34,15 @@ def group_advantages(
     `RolloutStep.batch()`. A sample with several rows (branches) counts once. `sample_index=None`: each row is a sample.
     `scale=False` does not divide by the standard deviation (arXiv 2503.20783). The deviation is that of a sample
     (`correction=1`), as in verl and TRL, plus `eps`. The advantages of a group with
-    equal rewards are 0, also those of a group of one sample.
+    equal rewards are 0, also those of a group of one sample. Raises BadInputError for a reward that is not finite: the
+    batch of a runner without `reward` has NaN.
     """
+    _require_shape("rewards", rewards, (len(group_index),))
+    _require_shape("group_index", group_index, (len(group_index),))
+    if sample_index is not None:
+        _require_shape("sample_index", sample_index, (len(rewards),))
+    if not rewards.isfinite().all():
+        raise BadInputError("a reward is not finite; a runner without reward= or @reward has none", argument="rewards")
     rewards = rewards.double()
     samples = torch.arange(len(rewards), device=rewards.device) if sample_index is None else sample_index
     advantages = torch.zeros_like(rewards)
@@ -48,6 +57,14 @@ def group_advantages(
         if scale:
             advantages[rows] /= values.std() + eps
     return advantages.float()
+
+
+def _require_shape(name: str, value: object, *shapes: tuple[int, ...]) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise BadInputError(f"{name} must be a tensor, got {type(value).__name__}", argument=name)
+    if tuple(value.shape) not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        raise BadInputError(f"{name} must have the shape {wanted}, got {list(value.shape)}", argument=name)
 
 
 def response_logits(model: Any, batch: TensorDict, *, temperature: float = 1.0) -> torch.Tensor:
@@ -66,13 +83,14 @@ def response_logits(model: Any, batch: TensorDict, *, temperature: float = 1.0) 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The log probability [B, R] of each of the `tokens` [B, R] by its `logits` [B, R, V]."""
+    logits = logits.float()
     chosen: torch.Tensor = logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(dim=-1)
     return chosen
 
 
 def entropy_of(logits: torch.Tensor) -> torch.Tensor:
     """The entropy [B, R] in nats of the distributions of `logits` [B, R, V]."""
-    distribution = logits.log_softmax(dim=-1)
+    distribution = logits.float().log_softmax(dim=-1)
     return -(distribution.exp() * distribution).sum(dim=-1)
 
 
@@ -93,8 +111,24 @@ def importance_weights(
     """
     if not cap > 0:
         raise BadInputError(f"cap must be above 0, got {cap}", argument="cap")
-    ratio = torch.where(mask != 0, logprobs.detach() - rollout_logprobs, 0.0).exp()
+    ratio = torch.where(mask != 0, logprobs.detach().float() - rollout_logprobs.float(), 0.0).exp()
     return ratio.clamp(max=cap) * (mask != 0)
+
+
+def pad_rows(batch: TensorDict, multiple: int) -> TensorDict:
+    """The batch with repeated rows at its end, so that the number of rows is a multiple of `multiple`.
+
+    Ranks must all compute the same number of backward passes, each with at least one row. The `response_mask` of the
+    added rows is 0, so they have no weight in a loss.
+    """
+    num_rows = len(batch)
+    added = torch.arange(num_rows, num_rows + -num_rows % multiple) % num_rows
+    if not len(added):
+        return batch
+    padding = batch[added].clone()
+    padding["response_mask"] = torch.zeros_like(padding["response_mask"])
+    joined: TensorDict = TensorDict.cat([batch, padding])
+    return joined
 
 
 def policy_loss(
@@ -122,11 +156,21 @@ def policy_loss(
         num_tokens: What the sum is divided by. None is the number of tokens of this call that have a weight. When a
             step adds the gradients of several calls, pass the number of all its tokens. When ranks average their
             gradients, as FSDP2 does, pass the number of tokens of all ranks divided by the number of ranks.
+
+    Log ratios outside of -20 to 20 count as these, as in verl: the loss stays finite. Raises BadInputError for
+    tensors whose shapes do not fit, for a `num_tokens` of 0 or less, and for the two `logprobs` in the wrong order.
     """
+    _require_shape("old_logprobs", old_logprobs, tuple(logprobs.shape))
+    if old_logprobs.requires_grad and not logprobs.requires_grad:
+        raise BadInputError("logprobs come first, then old_logprobs, which have no gradient", argument="logprobs")
+    _require_shape("mask", mask, tuple(logprobs.shape))
+    _require_shape("advantages", advantages, *[(len(logprobs), *rest) for rest in ((), (1,), logprobs.shape[1:])])
+    if num_tokens is not None and not num_tokens > 0:
+        raise BadInputError(f"num_tokens must be above 0, got {num_tokens}", argument="num_tokens")
     if advantages.dim() == 1:
         advantages = advantages[:, None]
     used = mask != 0
-    ratio = torch.where(used, logprobs - old_logprobs, 0.0).exp()
+    ratio = torch.where(used, logprobs.float() - old_logprobs.float(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     clipped = ratio.clamp(1.0 - clip, 1.0 + (clip if clip_high is None else clip_high))
     gain = torch.minimum(ratio * advantages, clipped * advantages)
     if num_tokens is None:

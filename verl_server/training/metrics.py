@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 import orjson
 
 from verl_server.errors import BadInputError
 from verl_server.types import Json
-from verl_server.validation import make_writable_folder
+from verl_server.validation import make_writable_folder, require_whole_number
 
 FILE_NAME = "metrics.jsonl"
 
@@ -45,16 +45,24 @@ class MetricsWriter:
         self._board = _open_tensorboard(folder / "tensorboard", start_step) if tensorboard else None
         self._wandb = None if wandb_project is None else _open_wandb(wandb_project, folder, config)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step. Values that are not finite are null in the file. May be called repeatedly."""
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Write the metrics of a step: numbers, or tensors and arrays of one number.
+
+        Values that are not finite are null in the file. May be called repeatedly. Raises BadInputError for other types.
+        """
+        require_whole_number("step", step, minimum=0)
+        try:
+            numbers = {name: float(value) for name, value in metrics.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BadInputError(f"a metric is no number: {error}; metrics: {dict(metrics)!r:.200}") from error
         with self.path.open("ab") as file:
-            file.write(orjson.dumps({"step": step, **metrics}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+            file.write(orjson.dumps({"step": step, **numbers}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
         if self._board is not None:
-            for name, value in metrics.items():
+            for name, value in numbers.items():
                 self._board.add_scalar(name, value, step)
             self._board.flush()
         if self._wandb is not None:
-            self._wandb.log(dict(metrics), step=step)
+            self._wandb.log(numbers, step=step)
 
     def close(self) -> None:
         """End the run in TensorBoard and Weights & Biases."""
@@ -95,17 +103,23 @@ def read_metrics(path: Path) -> list[Json]:
     if not path.exists():
         return []
     *lines, _ = path.read_bytes().split(b"\n")
-    return [orjson.loads(line) for line in lines]
+    try:
+        return [orjson.loads(line) for line in lines]
+    except orjson.JSONDecodeError as error:
+        raise BadInputError(f"{path} has a damaged line: {error}") from error
 
 
 def draw_curves(path: Path | str | Sequence[Path | str], png: Path | str, names: Sequence[str]) -> None:
     """Draw metrics over the steps into a PNG file, one panel for each of `names`.
 
-    `path`: the file of a run, or of several runs, whose curves have the names of their folders.
+    `path`: the file of a run, or of several runs, whose curves have the names of their folders. Raises BadInputError
+    for a file that is missing.
     """
     from matplotlib.figure import Figure
 
     paths = [Path(path)] if isinstance(path, (Path, str)) else [Path(one) for one in path]
+    if missing := [str(one) for one in paths if not one.exists()]:
+        raise BadInputError(f"there are no metrics in {', '.join(missing)}", argument="path")
     figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     for lines, label in [(read_metrics(one), one.parent.name) for one in paths]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +42,13 @@ class TrainerRanks:
         dist.broadcast_object_list(values, src=0, group=self.mesh.get_group())
         assert values[0] is not None
         return values[0]
+
+    def max(self, value: float) -> float:
+        """The largest value of all ranks, NaN if one of them is NaN. All ranks call this."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.mesh.get_group())
+        return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 @contextlib.contextmanager

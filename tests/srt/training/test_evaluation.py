@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from agent_helpers import ScriptedGenerateFn
 from transformers import AutoTokenizer
 
 from verl_server.agent import RolloutLimits, RolloutRunner, Sample, SingleTurnLoop, Task
-from verl_server.errors import BadInputError
+from verl_server.errors import BadInputError, VerlServerError
 from verl_server.training import MetricsWriter, draw_curves, evaluate, load_checkpoint, pass_at_k, save_checkpoint
+from verl_server.training.metrics import read_metrics
 from verl_server.trajectory import ChatRenderer
 
 # -- evaluation --------------------------------------------------------------------------------------
@@ -51,7 +53,7 @@ def test_an_evaluation_counts_failed_samples_as_wrong(tmp_path: Path, tiny: Call
     def make(**settings: Any) -> RolloutRunner:
         return RolloutRunner(
             SingleTurnLoop(), ScriptedGenerateFn(tokenizer, lambda _prompt: "7"), renderer=ChatRenderer(tokenizer),
-            limits=RolloutLimits(max_response_tokens=8), reward=reward, n=4, **settings,
+            limits=RolloutLimits(max_response_tokens=8), n=4, **{"reward": reward, **settings},
         )  # fmt: skip
 
     runner = make()
@@ -71,9 +73,50 @@ def test_an_evaluation_counts_failed_samples_as_wrong(tmp_path: Path, tiny: Call
     for refused in ({"run_dir": tmp_path}, {"group_filter": lambda group: False}):
         with pytest.raises(BadInputError, match=f"without {next(iter(refused))}"):
             asyncio.run(evaluate(make(**refused), tasks))
+    with pytest.raises(BadInputError, match="needs a runner with reward="):
+        asyncio.run(evaluate(make(reward=None), tasks))
 
 
 # -- metrics -----------------------------------------------------------------------------------------
+
+
+def test_tensors_are_metrics_and_other_values_are_named(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"loss": torch.tensor(0.5, requires_grad=True), "count": 3})
+        for step, metrics, message in [
+            (2, {"loss": torch.ones(2)}, "a metric is no number"),
+            (2, {"loss": "low"}, "'low'"),
+            ("2", {"loss": 1.0}, "step must be a whole number"),
+        ]:
+            with pytest.raises(BadInputError, match=message):
+                writer.write(step, metrics)  # type: ignore[arg-type]
+    assert read_metrics(writer.path) == [{"step": 1, "loss": 0.5, "count": 3.0}]
+    writer.path.write_text('{"step": 1\n{"step": 2}\n')
+    with pytest.raises(BadInputError, match=r"metrics.jsonl has a damaged line"):
+        MetricsWriter(tmp_path)
+    with pytest.raises(BadInputError, match="there are no metrics in"):
+        draw_curves(tmp_path / "other.jsonl", tmp_path / "curves.png", ["loss"])
+
+
+@pytest.mark.slow
+def test_tensorboard_and_wandb_have_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's own reader reads its files. W&B writes the offline file that `wandb sync` would send."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for start, values in ((0, [0.0, 0.25, 9.0]), (2, [0.5, 0.75])):  # killed after step 2, which is written again
+        with MetricsWriter(tmp_path, start_step=start, tensorboard=True, wandb_project="project") as writer:
+            for step, value in enumerate(values, start):
+                writer.write(step, {"test/correct": value})
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("test/correct")] == [
+        (0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75),
+    ]  # fmt: skip
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2
+    content = files[1].read_bytes()
+    assert b"test/correct" in content
+    assert b"0.75" in content
 
 
 def test_a_resumed_run_writes_its_steps_once(tmp_path: Path) -> None:
@@ -129,32 +172,76 @@ def test_training_continues_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path:
     save_checkpoint(tmp_path, 3, model, optimizer)
     train(model, optimizer, 2)
     resumed, its_optimizer = make_trained_model(0)
+    with torch.no_grad():
+        resumed.get_parameter("0.bias").fill_(7.0)  # it is not trained, and comes from the checkpoint too
     assert load_checkpoint(tmp_path, resumed, its_optimizer) == 3
     train(resumed, its_optimizer, 2)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0.0, atol=0.0)
 
 
-def test_an_incomplete_checkpoint_is_not_loaded_and_older_ones_are_removed(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_not_loaded_and_others_are_removed(tmp_path: Path) -> None:
     model, optimizer = make_trained_model(1)
     save_checkpoint(tmp_path, 1, model, optimizer)
-    save_checkpoint(tmp_path, 2, model, optimizer)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
-    (tmp_path / "step-000002" / ".written").unlink()
-    assert load_checkpoint(tmp_path, model, optimizer) == 0, "it is not complete while it is written again"
-    save_checkpoint(tmp_path, 2, model, optimizer)
-    (tmp_path / "step-000003").mkdir()  # a process was killed before it had written everything
-    assert load_checkpoint(tmp_path, model, optimizer) == 2
-    save_checkpoint(tmp_path, 3, model, optimizer)
+    save_checkpoint(tmp_path, 9, model, optimizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000009"]
+    (tmp_path / "step-000012").mkdir()  # a process was killed before it had written everything
+    assert load_checkpoint(tmp_path, model, optimizer) == 9
+    save_checkpoint(tmp_path, 3, model, optimizer)  # a run that has gone back
     assert load_checkpoint(tmp_path, model, optimizer) == 3
+    with pytest.raises(BadInputError, match="step must be 0 or more"):
+        save_checkpoint(tmp_path, -1, model, optimizer)
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_save_that_fails_leaves_the_checkpoint_of_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make_trained_model(1)
+    save_checkpoint(tmp_path, 3, model, optimizer)
+    wanted = model.get_parameter("0.weight").detach().clone()
+    train(model, optimizer, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))  # as a disk that is full
+    try:
+        with pytest.raises(VerlServerError, match=r"step-000003-again cannot be written"):
+            save_checkpoint(tmp_path, 3, model, optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert load_checkpoint(tmp_path, model, optimizer) == 3
+    assert (model.get_parameter("0.weight") == wanted).all()
+    for expected in ("step-000003-again", "step-000003"):  # the next saves alternate
+        save_checkpoint(tmp_path, 3, model, optimizer)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", expected]
+        assert load_checkpoint(tmp_path, model, optimizer) == 3
+
+
+OTHERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "fewer layers": lambda: torch.nn.Sequential(torch.nn.Linear(4, 8)),
+    "more layers": lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2), torch.nn.Linear(2, 2)),
+    "no bias": lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2, bias=False)),
+    "other dtype": lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)).bfloat16(),
+    "other shape": lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_checkpoint_of_another_model_is_refused_by_name(other: str, tmp_path: Path) -> None:
     model, optimizer = make_trained_model(1)
     save_checkpoint(tmp_path, 1, model, optimizer)
-    other = torch.nn.Linear(4, 8)
-    with pytest.raises(BadInputError, match="step-000001 does not fit to the model"):
-        load_checkpoint(tmp_path, other, torch.optim.AdamW(other.parameters()))
+    another = OTHERS[other]()
+    with pytest.raises(BadInputError, match=r"step-000001 is that of another model: \d parameters differ, for example"):
+        load_checkpoint(tmp_path, another, torch.optim.AdamW(another.parameters()))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    model, optimizer = make_trained_model(1)
+    save_checkpoint(tmp_path, 1, model, optimizer)
+    metadata = tmp_path / "step-000001" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:50])
+    with pytest.raises(BadInputError, match="step-000001 is damaged"):
+        load_checkpoint(tmp_path, model, optimizer)
 
 
 SAVING = """
@@ -184,6 +271,4 @@ def test_a_killed_process_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
         step = load_checkpoint(tmp_path, model, torch.optim.AdamW(model.parameters()))
         assert step >= saved
         assert (model.weight == step).all()
-        for path in tmp_path.iterdir():
-            assert path.is_dir()
         subprocess.run(["rm", "-rf", *map(str, tmp_path.iterdir())], check=True)

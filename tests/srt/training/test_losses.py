@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from verl_server.training import (
     group_advantages,
     importance_weights,
     logprobs_of,
+    pad_rows,
     policy_loss,
     response_logits,
     response_logprobs,
@@ -179,3 +181,50 @@ def test_importance_weights_are_truncated_and_have_no_gradient() -> None:
     assert not weights.requires_grad
     with pytest.raises(BadInputError, match="cap must be above 0"):
         importance_weights(logprobs, logprobs, logprobs, cap=0.0)
+
+
+def test_rows_are_padded_without_weight() -> None:
+    batch = TensorDict({"response_mask": torch.ones(3, 2), "reward": torch.arange(3.0)}, batch_size=[3])
+    padded = pad_rows(batch, 8)
+    assert padded["reward"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert padded["response_mask"].sum(dim=1).tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
+    assert batch["response_mask"].sum() == 6, "the batch itself is unchanged"
+    assert pad_rows(batch, 3) is batch
+
+
+def test_arguments_of_wrong_shape_are_named() -> None:
+    numbers = make_numbers(0)
+    loss: dict[str, Any] = {name: numbers[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")}
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"mask": numbers["mask"][0]}, r"mask must have the shape \[8, 5\], got \[5\]"),
+        ({"advantages": torch.zeros(1)}, r"advantages must have the shape \[8\] or \[8, 1\] or \[8, 5\], got \[1\]"),
+        ({"old_logprobs": None}, "old_logprobs must be a tensor, got NoneType"),
+        ({"num_tokens": 0}, "num_tokens must be above 0"),
+    ]
+    for change, message in changes:
+        with pytest.raises(BadInputError, match=message):
+            policy_loss(**{**loss, **change})
+    trained = numbers["logprobs"].clone().requires_grad_()
+    with pytest.raises(BadInputError, match="logprobs come first"):  # the order of verl
+        policy_loss(numbers["old_logprobs"], trained, numbers["advantages"], numbers["mask"])
+    with pytest.raises(BadInputError, match=r"rewards must have the shape \[8\], got \[3\]"):
+        group_advantages(numbers["rewards"][:3], numbers["groups"])
+    with pytest.raises(BadInputError, match="rewards must be a tensor, got list"):
+        group_advantages([1.0], numbers["groups"])  # type: ignore[arg-type]
+    with pytest.raises(BadInputError, match="a reward is not finite"):
+        group_advantages(torch.full((ROWS,), math.nan), numbers["groups"])
+
+
+def test_the_loss_is_finite_for_tokens_that_one_side_excludes() -> None:
+    numbers = make_numbers(0)
+    old = numbers["old_logprobs"] - 200.0
+    assert policy_loss(numbers["logprobs"], old, torch.zeros(ROWS), numbers["mask"]) == 0
+    assert policy_loss(numbers["logprobs"], old, numbers["advantages"], numbers["mask"]).isfinite()
+
+
+def test_results_are_float32_also_of_a_model_in_bfloat16() -> None:
+    logits, tokens = torch.randn(2, 3, 7).bfloat16(), torch.zeros(2, 3, dtype=torch.long)
+    logprobs = logprobs_of(logits, tokens)
+    torch.testing.assert_close(logprobs, logits.float().log_softmax(-1)[..., 0])
+    assert entropy_of(logits).dtype == torch.float32
+    assert importance_weights(logprobs.bfloat16(), logprobs, torch.ones(2, 3)).dtype == torch.float32
