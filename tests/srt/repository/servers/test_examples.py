@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,8 +24,11 @@ import word_policy
 from agent_helpers import ScriptedGenerateFn
 from helpers import run_in_fork
 from program_helpers import install_programs
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_helpers import SIZES, VLLM_PYTHON, needs_vllm
 
 from verl_server.agent import Environment, Episode, RolloutRunner, RolloutStep, Sample, SingleTurnLoop, Task
+from verl_server.tiny import make_model
 from verl_server.trajectory import ChatRenderer, ForkReason
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -81,20 +85,89 @@ def test_calculator(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_grpo_continues_after_a_kill(tmp_path: Path, tiny: Callable[..., Path]) -> None:
-    """A file of questions; the second command continues where the first one ended, and no step is written twice."""
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"question": f"{a} + 1", "answer": str(a + 1)}) + "\n" for a in range(4)))
-    arguments = [str(tiny("qwen3")), "--data", str(data), "--test", str(data), "--run-dir", str(tmp_path / "run")]
-    arguments += ["--groups", "2", "--samples", "2", "--max-tokens", "4", "--dtype", "float32", "--every", "1"]
-    run_example("grpo.py", tmp_path, *arguments, "--steps", "1")
-    output = run_example("grpo.py", tmp_path, *arguments, "--steps", "3")
-    assert re.findall(r"^step (\d):", output, re.M) == ["2", "3"]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    assert all(line["test/correct"] == 0.0 for line in lines)
-    assert all(line["train/logprob_gap"] < 1e-3 for line in lines[1:]), "the servers have the weights of the checkpoint"
+def grpo_arguments(model: Path, folder: Path) -> list[str]:
+    """Arguments of a task that a random model learns within some steps: it says one token that is no text."""
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": text, "answer": ""}) + "\n" for text in ("silence", "say nothing")))
+    arguments = [str(model), "--data", str(data), "--test", str(data), "--run-dir", str(folder / "run")]
+    return [*arguments, "--groups", "4", "--samples", "16", "--max-tokens", "1", "--dtype", "float32", "--lr", "1e-2"]
+
+
+def read_run(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("killed_after", [1, 3])
+def test_grpo_learns_and_continues_after_a_kill(killed_after: int, tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    """Killed before its first checkpoint, or after it: the same command continues, and no step is written twice."""
+    arguments = [*grpo_arguments(tiny("qwen3"), tmp_path), "--every", "2", "--steps", "6"]
+    command = [sys.executable, str(EXAMPLES / "grpo.py"), *arguments]
+    with (tmp_path / "stderr").open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(f"step {killed_after + 1}:"):
+            process.kill()
+    assert process.wait() == -signal.SIGKILL, (tmp_path / "stderr").read_text()[-2000:]
+    output = run_example("grpo.py", tmp_path, *arguments)
+    steps = [int(step) for step in re.findall(r"^step (\d):", output, re.M)]
+    assert steps == list(range(killed_after // 2 * 2 + 1, 7)), "it continues at its last checkpoint"
+    lines = read_run(tmp_path)
+    assert [line["step"] for line in lines] == list(range(7))
+    assert all(line["train/logprob_gap"] < 1e-3 for line in lines[1:]), "the servers have the weights of the trainer"
+    assert lines[1]["reward/mean"] < 0.6
+    assert lines[6]["reward/mean"] > 0.9
+    assert (lines[0]["test/correct"], lines[6]["test/correct"]) == (0.0, 1.0)
+    (tmp_path / "run" / "curves.png").unlink()
+    assert "step" not in run_example("grpo.py", tmp_path, *arguments).replace("steps", ""), "all steps are done"
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "silence"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    sampled = model(**prompt).logits[0, -1].argmax()
+    assert tokenizer.decode([int(sampled)], skip_special_tokens=True).strip() == "", "it is the trained one"
+    with pytest.raises(AssertionError, match=r"other settings: lr=1.0 instead of 0.01"):
+        run_example("grpo.py", tmp_path, *arguments, "--lr", "1.0")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(["--lora", "4"], id="lora"),
+        pytest.param(["--replicas", "2"], id="replicas"),
+        pytest.param(["--engine", "vllm", "--server-python", str(VLLM_PYTHON)], id="vllm", marks=needs_vllm),
+    ],
+)
+def test_grpo_learns_in_all_its_variants(variant: list[str], tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", **SIZES)
+    arguments = [*grpo_arguments(model, tmp_path), *variant, "--lr", "3e-2" if "--lora" in variant else "1e-2"]
+    run_example("grpo.py", tmp_path, *arguments, "--steps", "6")
+    lines = read_run(tmp_path)
+    assert all(line["train/logprob_gap"] < 1e-3 for line in lines[1:])
+    assert lines[6]["reward/mean"] > lines[1]["reward/mean"] + 0.3
+    names = {path.name for path in (tmp_path / "run" / "model").iterdir()}
+    assert ("adapter_model.safetensors" if "--lora" in variant else "model.safetensors") in names
+
+
+def test_grpo_on_two_ranks(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    """With 15 answers in a step, which two ranks cannot share equally, and one answer in each backward pass."""
+    curves = []
+    for ranks in ("1", "2"):
+        folder = tmp_path / ranks
+        folder.mkdir()
+        arguments = [*grpo_arguments(tiny("qwen3"), folder), "--groups", "3", "--samples", "5", "--rows", "1"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        done = subprocess.run(
+            [*command, str(EXAMPLES / "grpo.py"), *arguments, "--steps", "3"],
+            capture_output=True, text=True, timeout=400, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        curves.append([(line.get("reward/mean"), line.get("train/logprob_gap")) for line in read_run(folder)])
+    assert curves[0][1][0] == curves[1][1][0], "the first samples are the same; later ones differ by rounding"
+    assert [len(curve) for curve in curves] == [4, 4]
+    assert all(gap is not None and gap < 1e-3 for curve in curves for _, gap in curve[1:])
 
 
 def test_async_training(tmp_path: Path) -> None:
