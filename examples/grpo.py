@@ -66,9 +66,7 @@ def read_options() -> argparse.Namespace:
     add("--rows", type=int, default=32, help="answers of one backward pass")
     add("--minibatches", type=int, default=2, help="optimizer steps of a step")
     add("--lr", type=float, default=2e-5)
-    add(
-        "--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank (of q, k, v, o_proj)"
-    )
+    add("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank (of q, k, v, o_proj)")
     add("--every", type=int, default=5, help="steps between two tests, and between two checkpoints")
     add("--seed", type=int, default=0)
     add("--tensorboard", action="store_true")

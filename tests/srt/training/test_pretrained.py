@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,23 @@ def test_wrong_arguments(tmp_path: Path, dtype: str, message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         make_smollm2(tmp_path / "model", dtype, wheel=other)
     assert [path.name for path in tmp_path.iterdir()] == ["other.whl"], "nothing is left behind"
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("verl-server")), "model", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_command(tmp_path: Path, real_model: Path) -> None:
+    done = run_command("smollm2", str(real_model))
+    assert done.returncode == 0, done.stderr
+    assert str(real_model) in done.stdout
+    (file := tmp_path / "file").touch()
+    for arguments, message in [
+        (["smollm2", str(file)], "choose another folder"),
+        (["smollm2", str(tmp_path / "new"), "--dtype", "int8"], "int8"),
+        (["other", str(tmp_path / "new")], "other"),
+    ]:
+        done = run_command(*arguments)
+        assert (done.returncode, message in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
