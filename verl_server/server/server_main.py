@@ -30,6 +30,12 @@ from verl_server.validation import did_you_mean
 #
 # The server process, which has imported SGLang and its plugins, asks SGLang before it loads a model.
 
+#: Names of vLLM for arguments that SGLang has under another name.
+FROM_VLLM = {
+    "max_model_len": "context_length",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_num_seqs": "max_running_requests",
+}
 BOOLS = (True, False)  # the text "False" would be true
 
 
@@ -51,7 +57,7 @@ def parse_arguments(server_args: Mapping[str, Any]) -> tuple[dict[str, Any], str
     parsed, problems = dict(server_args), []
     for name, value in server_args.items():
         if name not in names:
-            other = parser.find_field(name)
+            other = FROM_VLLM.get(name) or parser.find_field(name)
             similar = f"; did you mean {other!r}?" if other in names else did_you_mean(name, names)
             problems.append(f"SGLang {version('sglang')} has no argument {name!r}{similar}")
             continue

@@ -546,6 +546,12 @@ class TemplateReport:
         verdicts = [conversation.verdict for conversation in self.conversations]
         return bool(verdicts) and verdicts[0] is not Verdict.REFUSED and Verdict.DIFFERENT not in verdicts
 
+    @property
+    def has_tools(self) -> bool:
+        """Whether at least one conversation with tools is not refused."""
+        names = {conversation.name for conversation in CONVERSATIONS if conversation.tools}
+        return any(row.name in names and row.verdict is not Verdict.REFUSED for row in self.conversations)
+
 
 def check_template(tokenizer: Any, family: str | None = None, **template_arguments: Any) -> TemplateReport:
     """Compare prompts that grow by turns with what the chat template renders for whole conversations.
@@ -732,4 +738,5 @@ def show(report: TemplateReport, console: Console) -> None:
     console.print(table)
     counts = Counter(row.verdict for row in report.conversations)
     console.print(Text(", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])))
-    console.print(Text("usable" if report.is_usable else "not usable"))
+    usable = "usable" if report.has_tools else "usable without tools only"
+    console.print(Text(usable if report.is_usable else "not usable"))

@@ -285,6 +285,7 @@ def test_the_command_prints_the_report(tmp_path: Path) -> None:
     done = runner.invoke(app, ["check-template", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "two tool rounds" in done.stdout
+    assert "usable" in done.stdout.splitlines()
     assert done.stdout.splitlines()[-1] == "tool calls: found"
     assert "17" not in done.stdout
     report = json.loads(runner.invoke(app, ["check-template", str(tmp_path), "--json"]).stdout)
@@ -330,3 +331,15 @@ def test_the_table_has_a_row_for_each_template(
     assert rows["qwen3 generic "].split("|")[-3] == " - ", "this template does not show calls"
     assert rows["silent generic "].count(" r |") == len(WITH_RESULTS)
     assert rows["raises generic "].endswith("| refused: template refuses |")
+
+
+def test_a_template_without_tools_is_called_so(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["check-template", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "usable without tools only" in done.stdout.splitlines()

@@ -126,10 +126,11 @@ def test_a_killed_warden_of_a_forked_server(tiny: Callable[..., Path]) -> None:
 def test_wrong_arguments_of_a_forked_server_are_an_error(tiny: Callable[..., Path]) -> None:
     expected = (
         "did not start: .*no argument 'max_total_token'; did you mean 'max_total_tokens'.*"
-        "load_format must be one of .*, got 'safetensor'; did you mean 'safetensors'"
+        "load_format must be one of .*, got 'safetensor'; did you mean 'safetensors'.*"
+        "no argument 'max_model_len'; did you mean 'context_length'"  # vLLM's name
     )
     with pytest.raises(BadInputError, match=expected) as caught:
-        start(tiny, max_total_token=1, load_format="safetensor")
+        start(tiny, max_total_token=1, load_format="safetensor", max_model_len=1)
     assert "\n" not in str(caught.value), "without the warnings in the server's log"
 
 
