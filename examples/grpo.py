@@ -128,7 +128,8 @@ class Policy:
         batch["weight"] = batch["response_mask"] * batch["loss_weight"][:, None]
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(self.completed_steps))
         for number, minibatch in enumerate(order.chunk(self.options.minibatches)):
-            num_tokens = float(batch["weight"][minibatch].sum()) / ranks.size
+            if (num_tokens := float(batch["weight"][minibatch].sum()) / ranks.size) == 0:
+                continue
             for rows in minibatch.tensor_split(math.ceil(len(minibatch) / self.options.rows / ranks.size)):
                 part = batch[rows[ranks.rank :: ranks.size]].to(ranks.device)
                 with torch.autocast(ranks.device.type, torch.bfloat16, enabled=self.options.dtype == "bfloat16"):

@@ -75,7 +75,7 @@ class GenerateReply(TypedDict, total=False):
     meta_info: Required[MetaInfo]
     """What the server says about them."""
     text: str
-    """The decoded tokens, from a server with a tokenizer."""
+    """The decoded tokens. Missing from a server without a tokenizer, and when another replica has continued."""
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -32,10 +32,14 @@ def find_model_file(model_path: str, name: str) -> Path | None:
 def read_model_config(model_path: str, name: str = "config.json") -> dict[str, Any]:
     """The model's `config.json`, or another JSON file, from a folder or from the local cache of the hub.
 
-    An empty dict when it is not there.
+    An empty dict when it is not there. Raises BadInputError for a file that is no JSON object.
     """
-    file = find_model_file(model_path, name)
-    return {} if file is None else dict(json.loads(file.read_text(encoding="utf-8")))
+    if (file := find_model_file(model_path, name)) is None:
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise BadInputError(f"{file} is no JSON object: {error}", argument="model_path") from error
 
 
 def read_model_configs(model_path: str, tokenizer_path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -52,7 +56,8 @@ def read_model_configs(model_path: str, tokenizer_path: str) -> tuple[dict[str, 
 INDEX = "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
 MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
+TOKENIZER_FILES = ("tokenizer.json*", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
+SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 #: Files with weights that are not safetensors.
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.npcache")
 
@@ -62,30 +67,43 @@ def require_complete_folder(folder: Path, *, weights: bool, tokenizer: bool) -> 
 
     `weights`, `tokenizer`: whether the engine reads them from this folder. Only names, sizes and headers are read.
     """
+    if (folder / "params.json").is_file():  # the format of Mistral
+        return
     if not (folder / "config.json").is_file():
-        if (folder / "params.json").is_file():  # the format of Mistral
-            return
         hint = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         raise BadInputError(
             f"model_path {folder} has no config.json: it is not a model's folder. It has: {hint}", argument="model_path"
         )
-    if weights:
-        names = weight_files(folder)
-        problems = [f"{name} {problem}" for name in sorted(names) if (problem := read_header(folder / name)[1])]
-        if not names and not any(file for pattern in OTHER_WEIGHTS for file in folder.glob(pattern)):
-            problems = ["it has no file with weights; load_format='dummy' starts with random ones"]
-        if problems:
-            raise BadInputError(
-                f"the weights of model_path {folder} are incomplete: {'; '.join(problems[:5])}. Copy or download them "
-                "again",
-                argument="model_path",
-            )
-    if tokenizer and not tokenizer_files(folder):
+    read_model_config(str(folder))
+    if weights and (problems := _weight_problems(folder)):
+        raise BadInputError(
+            f"the weights of model_path {folder} are incomplete: {'; '.join(problems[:5])}. Copy or download it again",
+            argument="model_path",
+        )
+    if tokenizer and not tokenizer_files(folder) and not any(folder.glob("tokenization_*.py")):
         raise BadInputError(
             f"model_path {folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}). Save that of the original model "
             "there, pass tokenizer_path, or serve token ids only with skip_tokenizer_init=True",
             argument="model_path",
         )
+
+
+def _weight_problems(folder: Path) -> list[str]:
+    """What is wrong with the safetensors files of a folder. Files of other formats are left to the engine."""
+    if not any(folder.glob("*.safetensors")):
+        if any(file for pattern in OTHER_WEIGHTS for file in folder.glob(pattern)):
+            return []
+        return ["it has no file with weights; load_format='dummy' starts with random ones"]
+    try:
+        names = weight_files(folder)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{INDEX} cannot be read ({type(error).__name__}: {error})"]
+    problems = [f"{name} {problem}" for name in sorted(names) if (problem := read_header(folder / name)[1])]
+    numbered = {found[1]: int(found[2]) for name in names if (found := SHARD.search(name)) is not None}
+    total = max(numbered.values(), default=0)
+    if 0 < len(numbered) < total:
+        problems.append(f"{total - len(numbered)} of {total} files are missing")
+    return problems
 
 
 def weight_files(folder: Path) -> set[str]:
@@ -105,7 +123,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], str]:
     Returns the header, and the problem of the file or "".
     """
     if not file.is_file():
-        return {}, "is in the index but missing"
+        return {}, "is missing"
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(len(LFS_POINTER))
@@ -116,8 +134,8 @@ def read_header(file: Path) -> tuple[dict[str, Any], str]:
             return {}, "is truncated or not a safetensors file"
         opened.seek(8)
         try:
-            header: dict[str, Any] = json.loads(opened.read(length))
-        except ValueError:
+            header: dict[str, Any] = dict(json.loads(opened.read(length)))
+        except (ValueError, TypeError):
             return {}, "has a damaged header"
     end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
     if size != 8 + length + end:

@@ -30,7 +30,7 @@ ServerArgs = Mapping[str, Any]
 SECRET_ARGUMENTS = ("api_key", "admin_api_key")
 DEFAULT_HOST = "127.0.0.1"
 #: Values of `load_format` with which an engine reads the weights from the model's folder.
-LOAD_FORMATS = (None, "auto", "safetensors", "pt")
+LOAD_FORMATS = (None, "auto", "safetensors")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,13 @@
-"""Checkpoints of a model and its optimizer, for plain modules and for those sharded by FSDP2."""
+"""Checkpoints of a model and its optimizer, for plain modules and for those sharded by FSDP2.
+
+A checkpoint is a folder of `torch.distributed.checkpoint` with the tensors `model.NAME` and `optimizer.NAME.KEY`, by
+the names of parameters, and `groups`: the options of the optimizer's groups as JSON. A parameter that has had no
+gradient has no state in the optimizer, and none in the checkpoint.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,12 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -24,6 +25,7 @@ from verl_server.errors import BadInputError, VerlServerError
 
 LATEST = "latest"
 """Name of the file with the name of the last complete checkpoint."""
+_MODEL, _OPTIMIZER, _GROUPS = "model.", "optimizer.", "groups"
 
 
 def save_checkpoint(folder: Path | str, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -34,26 +36,30 @@ def save_checkpoint(folder: Path | str, step: int, model: torch.nn.Module, optim
     Raises BadInputError for a `step` below 0, and VerlServerError if the checkpoint cannot be written, for example
     because the disk is full.
     """
-    folder = Path(folder)
     if step < 0:
         raise BadInputError(f"step must be 0 or more, got {step}", argument="step")
+    folder = Path(folder)
     name, last = f"step-{step:06d}", _read_latest(folder)
     target = folder / (name if name != last else f"{name}-again")
     _barrier()
     if _is_first_rank():
         shutil.rmtree(target, ignore_errors=True)  # what a killed process has left
     _barrier()
-    weights, state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {f"{_MODEL}{name}": value for name, value in get_model_state_dict(model).items()}
+    for name, parameter in _parameters(model, optimizer).items():
+        state |= {f"{_OPTIMIZER}{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    state[_GROUPS] = json.dumps(_options(optimizer), default=float)
     try:
-        save({"model": weights, "optimizer": state}, checkpoint_id=str(target))
-    except CheckpointException as error:  # a BaseException
+        save(state, checkpoint_id=str(target))
+        if _is_first_rank():
+            partial = folder / f"{LATEST}.partial"
+            partial.write_text(target.name, encoding="utf-8")
+            partial.replace(folder / LATEST)
+    except (CheckpointException, OSError) as error:  # the first is a BaseException
         raise VerlServerError(f"the checkpoint {target} cannot be written: {error}") from error
     if _is_first_rank():
-        partial = folder / f"{LATEST}.partial"
-        partial.write_text(target.name, encoding="utf-8")
-        partial.replace(folder / LATEST)
         for other in folder.glob("step-*"):
-            if other != target:
+            if other != target and other.is_dir():
                 shutil.rmtree(other)
     _barrier()
 
@@ -61,18 +67,18 @@ def save_checkpoint(folder: Path | str, step: int, model: torch.nn.Module, optim
 def load_checkpoint(folder: Path | str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load the last complete checkpoint of `folder` into `model` and `optimizer`, on all ranks.
 
-    Returns its number of steps, 0 if there is none. Raises BadInputError if the checkpoint is that of another model:
-    with other parameters, shapes or dtypes.
+    Returns its number of steps, 0 if there is none. Raises BadInputError for a checkpoint that is damaged, and for that
+    of another model (with other parameters, shapes or dtypes) or of another optimizer.
     """
     if (last := _read_latest(Path(folder))) is None:
         return 0
     path = Path(folder) / last
-    weights, state = get_state_dict(model, optimizer)
     try:
         saved = FileSystemReader(str(path)).read_metadata().state_dict_metadata
     except Exception as error:
         raise BadInputError(f"the checkpoint {path} is damaged: {error}", argument="folder") from error
-    found = {name.removeprefix("model."): _kind(value) for name, value in saved.items() if name.startswith("model.")}
+    weights = get_model_state_dict(model)
+    found = {name.removeprefix(_MODEL): _kind(value) for name, value in saved.items() if name.startswith(_MODEL)}
     wanted = {name: _kind(value) for name, value in weights.items()}
     if other := sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name)):
         name = other[0]
@@ -81,14 +87,53 @@ def load_checkpoint(folder: Path | str, model: torch.nn.Module, optimizer: torch
             f"{found.get(name, 'missing')} there and {wanted.get(name, 'missing')} in the model",
             argument="folder",
         )
-    states: dict[str, Any] = {"model": weights, "optimizer": state}
+    parameters = _parameters(model, optimizer)
+    state = {name: _empty_state(name, parameter, saved) for name, parameter in parameters.items()}
+    tensors: dict[str, Any] = {f"{_MODEL}{name}": value for name, value in weights.items()}
+    tensors |= {f"{_OPTIMIZER}{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
+    if unknown := sorted(name for name in saved if name.startswith(_OPTIMIZER) and name not in tensors):
+        raise BadInputError(
+            f"the checkpoint {path} is that of another optimizer, which has trained {unknown[0]}", argument="folder"
+        )
+    tensors[_GROUPS] = ""
     try:
-        load(states, checkpoint_id=str(path))
+        load(tensors, checkpoint_id=str(path))
     except CheckpointException as error:
-        message = f"the checkpoint {path} is damaged, or has another optimizer: {error}"
-        raise BadInputError(message, argument="folder") from error
-    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        raise BadInputError(f"the checkpoint {path} is damaged: {error}", argument="folder") from error
+    groups = json.loads(tensors[_GROUPS])
+    if [group.keys() for group in groups] != [group.keys() for group in _options(optimizer)]:
+        raise BadInputError(f"the checkpoint {path} is that of another optimizer", argument="folder")
+    set_model_state_dict(model, {name: tensors[f"{_MODEL}{name}"] for name in weights})
+    for name, entry in state.items():
+        optimizer.state[parameters[name]] = {key: tensors[f"{_OPTIMIZER}{name}.{key}"] for key in entry}
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update(options)
     return int(last.split("-")[1])
+
+
+def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    """The parameters of the optimizer by their names in the model."""
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter in trained}
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of all groups, such as the learning rate."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _empty_state(name: str, parameter: torch.nn.Parameter, saved: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has of the state of a parameter, to load into: tensors, and None for other values."""
+    prefix, entry = f"{_OPTIMIZER}{name}.", dict[str, Any]()
+    for full_name, value in saved.items():
+        if full_name.startswith(prefix) and "." not in (key := full_name.removeprefix(prefix)):
+            entry[key] = None
+            if isinstance(value, TensorStorageMetadata):
+                if value.size == parameter.shape:
+                    entry[key] = torch.zeros_like(parameter, dtype=value.properties.dtype, requires_grad=False)
+                else:
+                    entry[key] = torch.zeros(value.size, dtype=value.properties.dtype)
+    return entry
 
 
 def save_pretrained(folder: Path | str, model: Any, tokenizer: Any) -> None:

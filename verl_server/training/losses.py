@@ -90,7 +90,7 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def entropy_of(logits: torch.Tensor) -> torch.Tensor:
     """The entropy [B, R] in nats of the distributions of `logits` [B, R, V]."""
-    distribution = logits.float().log_softmax(dim=-1)
+    distribution = logits.float().log_softmax(dim=-1).clamp(min=torch.finfo(torch.float32).min)  # -inf counts 0
     return -(distribution.exp() * distribution).sum(dim=-1)
 
 
@@ -157,7 +157,7 @@ def policy_loss(
             step adds the gradients of several calls, pass the number of all its tokens. When ranks average their
             gradients, as FSDP2 does, pass the number of tokens of all ranks divided by the number of ranks.
 
-    Log ratios outside of -20 to 20 count as these, as in verl: the loss stays finite. Raises BadInputError for
+    Log ratios outside of -20 to 20 count as these, as in verl. Raises BadInputError for
     tensors whose shapes do not fit, for a `num_tokens` of 0 or less, and for the two `logprobs` in the wrong order.
     """
     _require_shape("old_logprobs", old_logprobs, tuple(logprobs.shape))

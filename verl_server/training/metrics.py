@@ -52,11 +52,11 @@ class MetricsWriter:
         """
         require_whole_number("step", step, minimum=0)
         try:
-            numbers = {name: float(value) for name, value in metrics.items()}
-        except (TypeError, ValueError, RuntimeError) as error:
+            numbers = {str(name): _number(value) for name, value in metrics.items()}
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise BadInputError(f"a metric is no number: {error}; metrics: {dict(metrics)!r:.200}") from error
         with self.path.open("ab") as file:
-            file.write(orjson.dumps({"step": step, **numbers}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+            file.write(orjson.dumps({**numbers, "step": step}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, step)
@@ -78,6 +78,12 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _number(value: SupportsFloat) -> float:
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{value!r} is a text")
+    return float(value)
 
 
 def _open_tensorboard(folder: Path, start_step: int) -> Any:

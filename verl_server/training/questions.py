@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_server.errors import BadInputError
+from verl_server.validation import make_writable_folder
 
 SETTINGS_NAME = "settings.json"
 
@@ -28,7 +29,7 @@ def read_questions(path: Path | str) -> list[dict[str, str]]:
             try:
                 value = json.loads(line)
                 questions.append({"question": _text(value["question"]), "answer": _text(value["answer"])})
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise BadInputError(
                     f'{path}, line {number}: expected {{"question": "...", "answer": "..."}}, got {line[:80]!r} '
                     f"({type(error).__name__}: {error})",
@@ -51,16 +52,19 @@ def keep_settings(run_dir: Path | str, settings: Mapping[str, Any]) -> None:
     A run that continues with another model, other data or another seed is another run, which its metrics do not show.
     Values are compared as texts. Raises BadInputError, which names the settings that differ.
     """
-    file = Path(run_dir) / SETTINGS_NAME
+    file = make_writable_folder("run_dir", run_dir) / SETTINGS_NAME
     texts = {name: str(value) for name, value in settings.items()}
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps(texts, indent=1) + "\n", encoding="utf-8")
         partial.replace(file)
         return
-    before = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        before = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise BadInputError(f"{file} is damaged: {error}", argument="run_dir") from error
     other = sorted(name for name in before.keys() | texts.keys() if before.get(name) != texts.get(name))
     if other:
-        changes = ", ".join(f"{name}={texts.get(name)} instead of {before.get(name)}" for name in other)
+        none = "(nothing)"
+        changes = ", ".join(f"{name}={texts.get(name, none)} instead of {before.get(name, none)}" for name in other)
         raise BadInputError(f"the run in {run_dir} has begun with other settings: {changes}. Choose another folder")

@@ -38,7 +38,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "no file with weights; load_format='dummy'"),
     "truncated": (truncate, rf"incomplete: {WEIGHTS} has \d+ bytes but should have \d+"),
     "pointer": (lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs.github.com"), "git-lfs pointer"),
-    "missing shard": (name_a_missing_shard, "second.safetensors is in the index but missing"),
+    "missing shard": (name_a_missing_shard, "second.safetensors is missing"),
+    "shard without an index": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "model-00002-of-00003.safetensors"),
+        "2 of 3 files are missing",
+    ),
+    "damaged index": (
+        lambda folder: (folder / f"{WEIGHTS}.index.json").write_text("version https://git-lfs.github.com"),
+        "index.json cannot be read",
+    ),
+    "damaged config": (lambda folder: (folder / "config.json").write_text("[]x"), "config.json is no JSON object"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer .*skip_tokenizer_init=True"),
 }
 
@@ -73,6 +82,31 @@ def test_what_the_engine_does_not_read_may_be_missing(damage: str, arguments: di
     require_loadable_model({"model_path": str(folder), **arguments})
 
 
-def test_other_formats_of_weights_are_left_to_the_engine(folder: Path) -> None:
+def make_mistral(folder: Path) -> None:
+    (folder / "params.json").write_text("{}")
+    (folder / WEIGHTS).rename(folder / "consolidated.safetensors")
+
+
+def make_links(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "blob")
+    (folder / WEIGHTS).symlink_to(folder / "blob")
+
+
+def make_other_format(folder: Path) -> None:
+    name_a_missing_shard(folder)
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+LAYOUTS: dict[str, Callable[[Path], object]] = {
+    "another format": lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+    "another format beside an index": make_other_format,
+    "Mistral": make_mistral,
+    "a tokenizer of own code": lambda folder: (folder / "tokenizer.json").rename(folder / "tokenization_own.py"),
+    "links of a cache": make_links,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unusual_folders_are_left_to_the_engine(layout: str, folder: Path) -> None:
+    LAYOUTS[layout](folder)
     require_loadable_model({"model_path": str(folder)})

@@ -82,10 +82,11 @@ def test_an_evaluation_counts_failed_samples_as_wrong(tmp_path: Path, tiny: Call
 
 def test_tensors_are_metrics_and_other_values_are_named(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"loss": torch.tensor(0.5, requires_grad=True), "count": 3})
+        writer.write(1, {"loss": torch.tensor(0.5, requires_grad=True), "count": 3, "step": 9})
         for step, metrics, message in [
             (2, {"loss": torch.ones(2)}, "a metric is no number"),
             (2, {"loss": "low"}, "'low'"),
+            (2, {"loss": 10**400}, "a metric is no number"),
             ("2", {"loss": 1.0}, "step must be a whole number"),
         ]:
             with pytest.raises(BadInputError, match=message):
@@ -233,6 +234,48 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(other: str, tmp_path: 
     another = OTHERS[other]()
     with pytest.raises(BadInputError, match=r"step-000001 is that of another model: \d parameters differ, for example"):
         load_checkpoint(tmp_path, another, torch.optim.AdamW(another.parameters()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_parameters_of_the_optimizer_without_a_gradient(kind: Any, tmp_path: Path) -> None:
+    """As the vision tower when a batch has no image. They get a gradient later, on both sides."""
+
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({"text": torch.nn.Linear(4, 4), "vision": torch.nn.Linear(4, 4)})
+        groups = [{"params": model[name].parameters(), "lr": lr} for name, lr in (("text", 0.1), ("vision", 0.3))]
+        return model, kind(groups, momentum=0.9) if kind is torch.optim.SGD else kind(groups)
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, *names: str) -> None:
+        torch.stack([model[name](torch.ones(2, 4)).square().sum() for name in names]).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make()
+    save_checkpoint(tmp_path / "untrained", 0, model, optimizer)
+    step(model, optimizer, "text")
+    optimizer.param_groups[0]["lr"] = 0.05  # as a schedule does
+    save_checkpoint(tmp_path, 1, model, optimizer)
+    step(model, optimizer, "text", "vision")
+    resumed, its_optimizer = make()
+    step(resumed, its_optimizer, "text", "vision")  # it has states already, and a gradient
+    resumed["text"](torch.ones(2, 4)).sum().backward()
+    assert load_checkpoint(tmp_path, resumed, its_optimizer) == 1
+    its_optimizer.zero_grad()
+    step(resumed, its_optimizer, "text", "vision")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0.0, atol=0.0)
+    assert load_checkpoint(tmp_path / "untrained", resumed, its_optimizer) == 0
+    other = torch.optim.RMSprop(resumed.parameters())
+    with pytest.raises(BadInputError, match="another optimizer"):
+        load_checkpoint(tmp_path, resumed, other)
+
+
+def test_other_files_beside_checkpoints_stay(tmp_path: Path) -> None:
+    (tmp_path / "step-notes.txt").touch()
+    model, optimizer = make_trained_model(1)
+    save_checkpoint(tmp_path, 1, model, optimizer)
+    assert (tmp_path / "step-notes.txt").exists()
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:

@@ -228,3 +228,12 @@ def test_results_are_float32_also_of_a_model_in_bfloat16() -> None:
     torch.testing.assert_close(logprobs, logits.float().log_softmax(-1)[..., 0])
     assert entropy_of(logits).dtype == torch.float32
     assert importance_weights(logprobs.bfloat16(), logprobs, torch.ones(2, 3)).dtype == torch.float32
+
+
+def test_the_entropy_of_tokens_that_are_excluded() -> None:
+    logits = torch.tensor([[[0.0, 0.0, -math.inf]]], requires_grad=True)
+    entropy = entropy_of(logits)
+    assert entropy.item() == pytest.approx(math.log(2))
+    entropy.sum().backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    assert logits.grad[..., :2].isfinite().all()

@@ -51,3 +51,11 @@ def test_a_run_continues_with_its_settings_only(tmp_path: Path) -> None:
     keep_settings(tmp_path / "run", {"lr": 1e-5, "data": None})
     with pytest.raises(BadInputError, match=r"data=other.jsonl instead of None, lr=1.0 instead of 1e-05"):
         keep_settings(tmp_path / "run", {"lr": 1.0, "data": Path("other.jsonl")})
+
+
+def test_damaged_settings_are_named(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(BadInputError, match=r"settings.json is damaged"):
+        keep_settings(tmp_path, {"lr": 1.0})
+    with pytest.raises(BadInputError, match="run_dir"):
+        keep_settings(tmp_path / "settings.json", {"lr": 1.0})

@@ -152,22 +152,31 @@ def test_grpo_learns_in_all_its_variants(variant: list[str], tmp_path: Path) -> 
 
 
 def test_grpo_on_two_ranks(tmp_path: Path, tiny: Callable[..., Path]) -> None:
-    """With 15 answers in a step, which two ranks cannot share equally, and one answer in each backward pass."""
+    """15 answers in a step, which two ranks cannot share equally, in so many minibatches that some have no answer.
+
+    A second command continues at the checkpoint of both ranks, and writes the model of both.
+    """
     curves = []
     for ranks in ("1", "2"):
         folder = tmp_path / ranks
         folder.mkdir()
         arguments = [*grpo_arguments(tiny("qwen3"), folder), "--groups", "3", "--samples", "5", "--rows", "1"]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        done = subprocess.run(
-            [*command, str(EXAMPLES / "grpo.py"), *arguments, "--steps", "3"],
-            capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
+        for steps in ("2", "4"):
+            done = subprocess.run(
+                [*command, str(EXAMPLES / "grpo.py"), *arguments, "--minibatches", "20", "--steps", steps],
+                capture_output=True, text=True, timeout=400, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr[-4000:]
         curves.append([(line.get("reward/mean"), line.get("train/logprob_gap")) for line in read_run(folder)])
     assert curves[0][1][0] == curves[1][1][0], "the first samples are the same; later ones differ by rounding"
-    assert [len(curve) for curve in curves] == [4, 4]
+    assert [len(curve) for curve in curves] == [5, 5]
     assert all(gap is not None and gap < 1e-3 for curve in curves for _, gap in curve[1:])
+    before, *after = (
+        AutoModelForCausalLM.from_pretrained(path).get_parameter("model.layers.0.self_attn.q_proj.weight")
+        for path in (tiny("qwen3"), tmp_path / "1" / "run" / "model", tmp_path / "2" / "run" / "model")
+    )
+    assert all(weight.shape == before.shape and not torch.equal(weight, before) for weight in after)
 
 
 def test_async_training(tmp_path: Path) -> None:
