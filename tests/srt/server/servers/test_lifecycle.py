@@ -172,8 +172,7 @@ def test_killed_warden_ends_the_server(own_adapter: Any) -> None:
 
 
 def test_start_up_failures_carry_the_reason(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
+    broken = shutil.copytree(tiny("qwen3"), tmp_path / "broken")
     (broken / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
 
     def failure(server_args: dict[str, Any]) -> Exception:
