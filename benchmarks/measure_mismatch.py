@@ -2,8 +2,8 @@
 
 A pretrained model (`verl-server model smollm2 DIR`) answers prompts on servers of each engine, dtype and setting, at
 several temperatures. Hugging Face computes the log probabilities of the same tokens, in float32 and as a trainer with
-bfloat16 autocast. Log probabilities are those of the tempered distribution, of which the tokens are sampled. The tables
-of docs/mismatch.md are what this prints; the raw log probabilities are in the JSON file.
+bfloat16 autocast. Log probabilities are those of the tempered distribution, of which the tokens are sampled. It
+prints a table; the raw log probabilities are in the JSON file.
 """
 
 from __future__ import annotations
