@@ -96,7 +96,7 @@ $(RL_CLIENTS)/.ready: $(RL_CLIENTS_LOCK) | $(READY)
 	$(BIN)/uv pip sync --quiet --python $(RL_CLIENTS)/bin/python $(RL_CLIENTS_LOCK)
 	touch $@
 
-# A pretrained model learns sums: 8 minutes on two CPU cores after a download of 93 MB. ARGS="--seed 1 --steps 20"
+# A pretrained model learns sums: 7 minutes on two idle CPU cores after a download of 93 MB. ARGS="--seed 1 --steps 20"
 demo: setup
 	$(BIN)/verl-server model smollm2 demo_output/smollm2
 	$(BIN)/python examples/grpo.py demo_output/smollm2 --run-dir demo_output/grpo --steps 12 --max-tokens 6 --lr 3e-5 $(ARGS)
