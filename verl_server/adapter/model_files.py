@@ -77,7 +77,8 @@ def require_complete_folder(folder: Path, *, weights: bool, tokenizer: bool) -> 
     read_model_config(str(folder))
     if weights and (problems := _weight_problems(folder)):
         raise BadInputError(
-            f"the weights of model_path {folder} are incomplete: {'; '.join(problems[:5])}. Copy or download it again",
+            f"the weights of model_path {folder} are incomplete: {'; '.join(problems[:5])}. "
+            "Copy or download them again",
             argument="model_path",
         )
     if tokenizer and not tokenizer_files(folder) and not any(folder.glob("tokenization_*.py")):

@@ -517,7 +517,7 @@ class ServerProcess(ExitNotifier):
             if (now := time.monotonic()) > next_report + START_REPORT_S:
                 next_report = now
                 last_line = next(reversed(_last_lines(self._read_log_end()).splitlines()), "nothing yet")
-                logger.info("not ready after %.0f s, %s: %.300s", now - started, self.log_path, last_line)
+                logger.info("not ready after %.0f s; %s ends with: %.300s", now - started, self.log_path, last_line)
             if (error := check_abort()) is not None:
                 raise error
             log_end = self._read_log_end() if fatal_log_phrases else ""

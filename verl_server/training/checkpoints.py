@@ -88,7 +88,9 @@ def load_checkpoint(folder: Path | str, model: torch.nn.Module, optimizer: torch
             argument="folder",
         )
     parameters = _parameters(model, optimizer)
-    state = {name: _empty_state(name, parameter, saved) for name, parameter in parameters.items()}
+    groups_on_device = [group for group in optimizer.param_groups if group.get("capturable") or group.get("fused")]
+    on_device = {parameter for group in groups_on_device for parameter in group["params"]}
+    state = {name: _empty_state(name, p, saved, step_on_device=p in on_device) for name, p in parameters.items()}
     tensors: dict[str, Any] = {f"{_MODEL}{name}": value for name, value in weights.items()}
     tensors |= {f"{_OPTIMIZER}{name}.{key}": value for name, entry in state.items() for key, value in entry.items()}
     if unknown := sorted(name for name in saved if name.startswith(_OPTIMIZER) and name not in tensors):
@@ -122,8 +124,14 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def _empty_state(name: str, parameter: torch.nn.Parameter, saved: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint has of the state of a parameter, to load into: tensors, and None for other values."""
+def _empty_state(
+    name: str, parameter: torch.nn.Parameter, saved: dict[str, Any], *, step_on_device: bool
+) -> dict[str, Any]:
+    """What a checkpoint has of the state of a parameter, to load into: tensors, and None for other values.
+
+    The tensors are where torch's own `Optimizer.load_state_dict` has them: on the device of the parameter, except
+    `step`, which is there for capturable and fused optimizers only.
+    """
     prefix, entry = f"{_OPTIMIZER}{name}.", dict[str, Any]()
     for full_name, value in saved.items():
         if full_name.startswith(prefix) and "." not in (key := full_name.removeprefix(prefix)):
@@ -132,7 +140,8 @@ def _empty_state(name: str, parameter: torch.nn.Parameter, saved: dict[str, Any]
                 if value.size == parameter.shape:
                     entry[key] = torch.zeros_like(parameter, dtype=value.properties.dtype, requires_grad=False)
                 else:
-                    entry[key] = torch.zeros(value.size, dtype=value.properties.dtype)
+                    device = parameter.device if step_on_device or key != "step" else None
+                    entry[key] = torch.zeros(value.size, dtype=value.properties.dtype, device=device)
     return entry
 
 
