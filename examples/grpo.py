@@ -17,7 +17,6 @@ import functools
 import itertools
 import logging
 import math
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from typing import Any
 import peft
 import torch
 from tensordict import TensorDict
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_server import AdapterConfig, RolloutManager, VerlEngine, training
@@ -37,14 +35,6 @@ SETTINGS = ["model", "data", "test", "dtype", "groups", "samples", "max_tokens",
 CURVES = ["test/correct", "reward/mean", "train/logprob_gap"]
 PRINTED = ["reward/mean", "train/logprob_gap", "train/time_s", "time/wait_s"]
 LORA: dict[str, Any] = {"lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-MAX_NUMBER, NUM_TESTS, NUM_SHOWN = 20, 50, 8
-"""The built-in task: sums of two numbers up to MAX_NUMBER. NUM_TESTS pairs of numbers are for tests, in both orders."""
-BEGINNING = [
-    {"role": "system", "content": "Answer with the number only."},
-    {"role": "user", "content": "2 + 3"},
-    {"role": "assistant", "content": "5"},
-]
-"""What is before a sum."""
 
 
 def read_options() -> argparse.Namespace:
@@ -71,20 +61,10 @@ def read_options() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--tensorboard", action="store_true")
     add("--wandb", metavar="PROJECT", help="of Weights & Biases")
-    return parser.parse_args()
-
-
-def read_tasks(path: Path | None, sums: slice) -> list[Task]:
-    """The questions of a file, or some of all sums of two numbers, in random order."""
-    if path is not None:
-        lines, beginning = training.read_questions(path), []
-    else:
-        unused = set(itertools.combinations_with_replacement(range(1, MAX_NUMBER + 1), 2)) - {(2, 3)}  # of BEGINNING
-        pairs = random.Random(0).sample(sorted(unused), len(unused))
-        orders = [order for a, b in pairs[sums] for order in dict.fromkeys([(a, b), (b, a)])]
-        random.Random(0).shuffle(orders)
-        lines, beginning = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in orders], BEGINNING
-    return [Task(str(n), [*beginning, {"role": "user", "content": x["question"]}], x) for n, x in enumerate(lines)]
+    options = parser.parse_args()
+    if (options.data is None) != (options.test is None):
+        parser.error("--data and --test belong together")
+    return options
 
 
 def reward(sample: Sample) -> float:
@@ -100,11 +80,7 @@ class Policy:
         self.model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(ranks.device)
         if options.lora:
             self.model = peft.get_peft_model(self.model, peft.LoraConfig(r=options.lora, **LORA))
-        if ranks.size > 1:
-            for module in list(self.model.modules()):
-                if type(module).__name__ in self.model._no_split_modules:  # the layers
-                    fully_shard(module, mesh=ranks.device_mesh)
-            fully_shard(self.model, mesh=ranks.device_mesh)
+        ranks.shard(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0)
         self.folder = options.run_dir / "checkpoints"
@@ -171,16 +147,14 @@ async def run(
 
     async def test() -> dict[str, float]:
         result = await training.evaluate(tester, questions)
-        print(f"{result.correct:.1%} of {len(questions)} test questions are answered correctly, for example:")
-        for group in result.groups[:NUM_SHOWN]:
-            print(f"    {group.task.data['question']:.60} -> {group.samples[0].text!r:.60}", flush=True)
+        print(result.describe(), flush=True)
         return {"test/correct": result.correct}
 
     done = policy.completed_steps
     settings = {name: str(value) for name, value in vars(options).items()}
     destinations: dict[str, Any] = {"tensorboard": options.tensorboard, "wandb_project": options.wandb}
     with training.MetricsWriter(
-        options.run_dir, start_step=done + bool(done), config=settings, **destinations
+        options.run_dir, start_step=done + bool(done), config=settings, printed=PRINTED, **destinations
     ) as writer:
         if not done:
             writer.write(0, await test())
@@ -189,8 +163,6 @@ async def run(
         while policy.completed_steps < options.steps:
             step = await anext(shown)
             metrics = {**step.metrics, **await asyncio.to_thread(policy.train, step)}
-            figures = ", ".join(f"{name} {metrics[name]:.3g}" for name in PRINTED)
-            print(f"step {policy.completed_steps}: {figures}", flush=True)
             if policy.is_due:
                 metrics |= await test()
             writer.write(policy.completed_steps, metrics)
@@ -204,7 +176,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     options = read_options()
     torch.manual_seed(options.seed)
-    tasks, questions = read_tasks(options.data, slice(NUM_TESTS, None)), read_tasks(options.test, slice(NUM_TESTS))
+    tasks, questions = training.sum_tasks()
+    if options.data:
+        tasks, questions = training.read_tasks(options.data), training.read_tasks(options.test)
     server: dict[str, Any] = {
         "model_path": options.model, "tp_size": options.tp, "dtype": options.dtype, "random_seed": options.seed,
     }  # fmt: skip

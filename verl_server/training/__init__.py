@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         response_logprobs,
     )
     from verl_server.training.metrics import MetricsWriter, draw_curves
-    from verl_server.training.questions import keep_settings, read_questions
+    from verl_server.training.questions import keep_settings, read_tasks, sum_tasks
     from verl_server.training.ranks import TrainerRanks, trainer_ranks
 
 __all__ = [
@@ -41,11 +41,12 @@ __all__ = [
     "pad_rows",
     "pass_at_k",
     "policy_loss",
-    "read_questions",
+    "read_tasks",
     "response_logits",
     "response_logprobs",
     "save_checkpoint",
     "save_pretrained",
+    "sum_tasks",
     "trainer_ranks",
 ]
 
@@ -65,7 +66,7 @@ __getattr__, __dir__ = export_lazily(
             "response_logprobs",
         ],
         "verl_server.training.metrics": ["MetricsWriter", "draw_curves"],
-        "verl_server.training.questions": ["keep_settings", "read_questions"],
+        "verl_server.training.questions": ["keep_settings", "read_tasks", "sum_tasks"],
         "verl_server.training.ranks": ["TrainerRanks", "trainer_ranks"],
     },
 )

@@ -38,6 +38,14 @@ class Evaluation:
     num_failed: int
     """Number of samples that failed. They are not correct."""
 
+    def describe(self, num_examples: int = 8) -> str:
+        """Lines for the console: the fraction of correct samples, and the first tasks with their first answers."""
+        lines = [f"{self.correct:.1%} of {len(self.groups)} tasks are solved, for example:"]
+        for group in self.groups[:num_examples]:
+            question, answer = group.task.messages[-1]["content"], group.samples[0].text
+            lines.append(f"    {question!r:.60} -> {answer!r:.60}")
+        return "\n".join(lines)
+
     def pass_at(self, k: int) -> float:
         """pass@k, the mean over the tasks. Raises BadInputError for a `k` above the number of samples of a task."""
         return fmean(

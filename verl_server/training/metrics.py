@@ -21,10 +21,10 @@ class MetricsWriter:
 
     `tensorboard`: also write event files to `run_dir/tensorboard` (needs the package `tensorboard`). `wandb_project`:
     also log to this project of Weights & Biases (needs the package `wandb`); its environment variables apply, and
-    `WANDB_MODE=offline` needs no account. `start_step`: the first step of this process. Lines of later steps, which a
-    killed run has written and which this run writes again, are removed from the file. `config`: settings of the run,
-    for Weights & Biases. Raises BadInputError for a package that is missing, and for a `run_dir` in which no file can
-    be created.
+    `WANDB_MODE=offline` needs no account. `printed`: names of the metrics that are also printed. `start_step`: the
+    first step of this process. Lines of later steps, which a killed run has written and which this run writes again,
+    are removed from the file. `config`: settings of the run, for Weights & Biases. Raises BadInputError for a package
+    that is missing, and for a `run_dir` in which no file can be created.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class MetricsWriter:
         tensorboard: bool = False,
         wandb_project: str | None = None,
         config: Mapping[str, Any] | None = None,
+        printed: Sequence[str] = (),
     ) -> None:
         folder = make_writable_folder("run_dir", run_dir)
         self.path = folder / FILE_NAME
@@ -43,6 +44,7 @@ class MetricsWriter:
         partial.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in kept))
         partial.replace(self.path)
         self._board = _open_tensorboard(folder / "tensorboard", start_step) if tensorboard else None
+        self._printed = printed
         self._wandb = None if wandb_project is None else _open_wandb(wandb_project, folder, config)
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
@@ -57,6 +59,8 @@ class MetricsWriter:
             raise BadInputError(f"a metric is no number: {error}; metrics: {dict(metrics)!r:.200}") from error
         with self.path.open("ab") as file:
             file.write(orjson.dumps({**numbers, "step": step}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        if figures := [f"{name} {numbers[name]:.3g}" for name in self._printed if name in numbers]:
+            print(f"step {step}: {', '.join(figures)}", flush=True)
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, step)

@@ -2,42 +2,78 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_server.agent.samples import Task
 from verl_server.errors import BadInputError
+from verl_server.trajectory.rendering.messages import Message
 from verl_server.validation import make_writable_folder
 
 SETTINGS_NAME = "settings.json"
 
 
-def read_questions(path: Path | str) -> list[dict[str, str]]:
-    """The lines `{"question": "...", "answer": "..."}` of a JSONL file, as dicts with these two texts.
+def read_tasks(path: Path | str) -> list[Task]:
+    """The lines `{"question": "...", "answer": "..."}` of a JSONL file as tasks with this question and this data.
 
-    A number as an answer becomes its text. Empty lines are left out. Raises BadInputError, which names the file and the
-    line, for a file that is missing or has no questions, and for any other line.
+    A number as an answer becomes its text. Empty lines are left out. The id of a task is its number. Raises
+    BadInputError, which names the file and the line, for a file that is missing or has no questions, and for any other
+    line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # a text may contain other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"cannot read the questions: {path}: {error}", argument="path") from error
-    questions = []
+    tasks: list[Task] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 value = json.loads(line)
-                questions.append({"question": _text(value["question"]), "answer": _text(value["answer"])})
+                tasks.append(_task(len(tasks), [], _text(value["question"]), _text(value["answer"])))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise BadInputError(
                     f'{path}, line {number}: expected {{"question": "...", "answer": "..."}}, got {line[:80]!r} '
                     f"({type(error).__name__}: {error})",
                     argument="path",
                 ) from error
-    if not questions:
+    if not tasks:
         raise BadInputError(f"{path} has no questions", argument="path")
-    return questions
+    return tasks
+
+
+SUM_PROMPT: list[Message] = [
+    {"role": "system", "content": "Answer with the number only."},
+    {"role": "user", "content": "2 + 3"},
+    {"role": "assistant", "content": "5"},
+]
+"""The messages before each question of `sum_tasks`."""
+
+
+def sum_tasks(max_number: int = 20, num_tests: int = 50) -> tuple[list[Task], list[Task]]:
+    """Sums of two numbers from 1 to `max_number`: the tasks to train on and those to test with, in random order.
+
+    `num_tests` pairs of numbers are for tests, in both orders, so that no test is a training task with its numbers
+    exchanged. 2 + 3 is in the prompt. The choice is the same in all runs.
+    """
+    numbers = range(1, max_number + 1)
+    pairs = [pair for pair in itertools.combinations_with_replacement(numbers, 2) if pair != (2, 3)]
+    pairs = random.Random(0).sample(pairs, len(pairs))
+
+    def tasks(chosen: list[tuple[int, int]]) -> list[Task]:
+        sums = [order for a, b in chosen for order in dict.fromkeys([(a, b), (b, a)])]
+        random.Random(0).shuffle(sums)
+        return [_task(index, SUM_PROMPT, f"{a} + {b}", str(a + b)) for index, (a, b) in enumerate(sums)]
+
+    return tasks(pairs[num_tests:]), tasks(pairs[:num_tests])
+
+
+def _task(index: int, before: list[Message], question: str, answer: str) -> Task:
+    data = {"question": question, "answer": answer}
+    return Task(str(index), [*before, {"role": "user", "content": question}], data)
 
 
 def _text(value: object) -> str:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
@@ -32,6 +34,16 @@ class TrainerRanks:
     """All ranks, for `VerlEngine`."""
     device_mesh: DeviceMesh
     """All ranks, for `fully_shard` (FSDP2)."""
+
+    def shard(self, model: PreTrainedModel) -> None:
+        """Shard the parameters of a model of Hugging Face over all ranks (FSDP2). One rank keeps it whole."""
+        if self.size == 1:
+            return
+        layers = model._no_split_modules or ()
+        for module in list(model.modules()):
+            if type(module).__name__ in layers:
+                fully_shard(module, mesh=self.device_mesh)
+        fully_shard(model, mesh=self.device_mesh)
 
     def broadcast(self, value: T | None) -> T:
         """The value of rank 0, on all ranks. It is pickled."""

@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -64,6 +65,10 @@ def test_an_evaluation_counts_failed_samples_as_wrong(tmp_path: Path, tiny: Call
     assert result.reward == (4 + 2 + 0 + 1) / 16
     assert result.num_failed == 4
     assert result.pass_at(1) == result.correct
+    assert result.describe(2).splitlines() == [
+        "31.2% of 4 tasks are solved, for example:", f"    'right' -> {result.groups[0].samples[0].text!r}",
+        f"    'half' -> {result.groups[1].samples[0].text!r}",
+    ]  # fmt: skip
     assert result.pass_at(2) == pytest.approx((1 + 0 + 0 + 0.5) / 4)
     with pytest.raises(BadInputError, match="k=5"):
         result.pass_at(5)
@@ -80,9 +85,10 @@ def test_an_evaluation_counts_failed_samples_as_wrong(tmp_path: Path, tiny: Call
 # -- metrics -----------------------------------------------------------------------------------------
 
 
-def test_tensors_are_metrics_and_other_values_are_named(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+def test_tensors_are_metrics_and_other_values_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MetricsWriter(tmp_path, printed=["loss", "accuracy"]) as writer:
         writer.write(1, {"loss": torch.tensor(0.5, requires_grad=True), "count": 3, "step": 9})
+        assert capsys.readouterr().out == "step 1: loss 0.5\n"
         for step, metrics, message in [
             (2, {"loss": torch.ones(2)}, "a metric is no number"),
             (2, {"loss": "low"}, "'low'"),
@@ -101,7 +107,7 @@ def test_tensors_are_metrics_and_other_values_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_tensorboard_and_wandb_have_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorBoard's own reader reads its files. W&B writes the offline file that `wandb sync` would send."""
+    """TensorBoard's own reader reads its files. The files of W&B have its records, which `wandb sync` would send."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -114,10 +120,30 @@ def test_tensorboard_and_wandb_have_the_metrics(tmp_path: Path, monkeypatch: pyt
         (0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75),
     ]  # fmt: skip
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert len(files) == 2
-    content = files[1].read_bytes()
-    assert b"test/correct" in content
-    assert b"0.75" in content
+    assert [read_wandb(file) for file in files] == [[(0, 0.0), (1, 0.25), (2, 9.0)], [(2, 0.5), (3, 0.75)]]
+
+
+def read_wandb(file: Path) -> list[tuple[int, float]]:
+    """Step and value of each record of history in an offline file.
+
+    A file has 7 bytes of its own, then blocks of 32 KiB. A record has 4 bytes of checksum, 2 of length, 1 of kind.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, found, parts = file.read_bytes(), 7, [], b""
+    while place + 7 <= len(data):
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        parts += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+        if kind in {1, 4}:  # a whole record, or its last part
+            items = Record.FromString(parts).history.item
+            values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            if values:
+                found.append((values["_step"], values["test/correct"]))
+            parts = b""
+    return found
 
 
 def test_a_resumed_run_writes_its_steps_once(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_server.errors import BadInputError
-from verl_server.training import keep_settings, read_questions
+from verl_server.training import keep_settings, read_tasks, sum_tasks
 
 
 def test_questions_of_a_file(tmp_path: Path) -> None:
@@ -15,10 +15,11 @@ def test_questions_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     text = '{"question": "1 + 1?", "answer": 2}\n\n{"question": "a\u2028b", "answer": "c", "source": "x"}\r\n'
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    assert read_questions(file) == [
-        {"question": "1 + 1?", "answer": "2"},
-        {"question": "a\u2028b", "answer": "c"},
-    ]
+    first, second = read_tasks(file)
+    assert first.data == {"question": "1 + 1?", "answer": "2"}
+    assert second.data == {"question": "a\u2028b", "answer": "c"}
+    assert [first.id, second.id] == ["0", "1"]
+    assert first.messages == [{"role": "user", "content": "1 + 1?"}]
 
 
 @pytest.mark.parametrize(
@@ -38,12 +39,26 @@ def test_a_wrong_line_is_named(content: bytes, message: str, tmp_path: Path) -> 
     file = tmp_path / "data.jsonl"
     file.write_bytes(content)
     with pytest.raises(BadInputError, match=message):
-        read_questions(file)
+        read_tasks(file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"missing.jsonl"):
-        read_questions(tmp_path / "missing.jsonl")
+        read_tasks(tmp_path / "missing.jsonl")
+
+
+def test_sums_to_test_with_are_none_to_train_on() -> None:
+    """Nor are they their mirrors, and both kinds are equally hard: a random choice."""
+    train, test = (
+        [[int(number) for number in task.data["question"].split(" + ")] for task in part] for part in sum_tasks()
+    )
+    pairs = [{frozenset(pair) for pair in part} for part in (train, test)]
+    assert not pairs[0] & pairs[1]
+    assert len(pairs[0] | pairs[1]) == 20 * 21 // 2 - 1
+    assert frozenset((2, 3)) not in pairs[0] | pairs[1]
+    means = [sum(map(sum, part)) / len(part) for part in (train, test)]
+    assert abs(means[0] - means[1]) < 2
+    assert all(int(task.data["answer"]) == sum(pair) for task, pair in zip(sum_tasks()[1], test, strict=True))
 
 
 def test_a_run_continues_with_its_settings_only(tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_clients.programs import run_program
 from agent_clients.sdk_client import SDKS
 from transformers import AutoTokenizer
 
@@ -25,10 +24,8 @@ from verl_server.agent import RolloutLimits, as_generate_fn
 from verl_server.gateway import Gateway
 from verl_server.trajectory import ChatRenderer, TrajectoryGraph, load_session
 
-ENVIRONMENT = Path(__file__).parents[4] / ".venv-clients"
 PROGRAMS = Path(__file__).parents[2] / "agent_clients"
 CONTEXT_LENGTH = 16384
-TIMEOUT_S = 150.0
 CALL = r'<tool_call>\{"name": "add", "arguments": \{"a": 1, "b": 2\}\}</tool_call>'
 PLAIN_SCRIPT = [CALL, r"The sum is 3\.", r"Yes, I am sure\."]
 THOUGHT = r"<think>[a-z]{6}</think>\n\n"
@@ -108,28 +105,6 @@ def test_all_dialects_of_the_official_sdks_have_the_same_tokens(
 
 
 # -- programs with an environment of their own -------------------------------------------------------
-
-
-def run_program(*command: str, given: str = "", env: dict[str, str] | None = None, folder: Path) -> str:
-    """What a program of the environment of clients prints. Keys are never in its arguments.
-
-    The program sees no variables of this process: neither keys of real services nor proxies.
-    """
-    if not (ENVIRONMENT / "bin" / "python").exists():
-        pytest.fail("the environment of the client programs is missing; run `make clients`")
-    variables = {
-        "PATH": f"{ENVIRONMENT / 'bin'}:{os.environ['PATH']}",
-        "HOME": str(folder),
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no download of the prices of models
-        "LITELLM_TELEMETRY": "False",
-        **(env or {}),
-    }
-    done = subprocess.run(
-        [str(ENVIRONMENT / "bin" / command[0]), *command[1:]],
-        input=given, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=variables, cwd=folder,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
-    return done.stdout
 
 
 def converse_by_program(

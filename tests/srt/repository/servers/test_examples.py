@@ -106,7 +106,7 @@ def test_grpo_learns_and_continues_after_a_kill(killed_after: int, tmp_path: Pat
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None
     for line in process.stdout:
-        if line.startswith(f"step {killed_after + 1}:"):
+        if line.startswith(f"step {killed_after}:"):
             process.kill()
     assert process.wait() == -signal.SIGKILL, (tmp_path / "stderr").read_text()[-2000:]
     output = run_example("grpo.py", tmp_path, *arguments)

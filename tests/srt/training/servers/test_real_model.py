@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_helpers import VLLM_PYTHON, needs_vllm
 
-from verl_server import VerlEngine
+from verl_server import AdapterConfig, VerlEngine
 from verl_server.agent import RolloutLimits, RolloutRunner, SingleTurnLoop, Task
 from verl_server.errors import BadInputError
 from verl_server.trajectory import get_renderer
@@ -71,7 +72,7 @@ def changed(policy: Any) -> Any:
     return other
 
 
-def test_log_probabilities_before_and_after_an_update(engine: VerlEngine, policy: Any, real_model: Path) -> None:
+def require_exact_updates(engine: VerlEngine, policy: Any, real_model: Path) -> None:
     """Of weights in float32 that are pushed: a server in bfloat16 rounds them as Hugging Face does."""
     largest, mean = GAPS[engine.adapter.server_args["dtype"]]  # type: ignore[union-attr]
     found = gap_to(engine, policy, real_model)
@@ -87,6 +88,19 @@ def test_log_probabilities_before_and_after_an_update(engine: VerlEngine, policy
         assert gap_to(engine, policy, real_model)[1] > 0.12, "the update changed what the model says"
     finally:
         engine.update_weights_from_tensor(policy.named_parameters())
+
+
+def test_log_probabilities_before_and_after_an_update(engine: VerlEngine, policy: Any, real_model: Path) -> None:
+    require_exact_updates(engine, policy, real_model)
+
+
+@needs_vllm
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_of_vllm(policy: Any, real_model: Path, dtype: str) -> None:
+    config = AdapterConfig(engine_kind="vllm", server_python=VLLM_PYTHON)
+    server: dict[str, Any] = {"model_path": str(real_model), "dtype": dtype, "context_length": 2048, "random_seed": 0}
+    with VerlEngine(config=config, **server) as engine:
+        require_exact_updates(engine, policy, real_model)
 
 
 def test_a_lora_adapter_equals_the_merged_model(engine: VerlEngine, policy: Any, real_model: Path) -> None:
