@@ -19,7 +19,7 @@ import torch
 from common import CONSOLE, RESULTS, environment, hardware_slug
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_server import AdapterConfig, VerlEngine, training
+from verl_server import VerlEngine, training
 from verl_server.conformance.other_processes import find_vllm_python
 from verl_server.errors import VerlServerError
 from verl_server.types import Json
@@ -75,9 +75,8 @@ def sample(setting: Setting, model: Path, prompts: list[list[int]], vllm_python:
     """Start the server and let it answer all prompts at all temperatures."""
     server: dict[str, Any] = {
         "model_path": str(model), "dtype": setting.dtype, "random_seed": 0, **(setting.arguments or {}),
-        "config": AdapterConfig(
-            engine_kind=setting.engine, server_python=vllm_python if setting.engine == "vllm" else None
-        ),
+        "engine_kind": setting.engine,
+        "server_python": vllm_python if setting.engine == "vllm" else None,
         "context_length": 2048,
         "max_running_requests": 16,
     }  # fmt: skip

@@ -54,11 +54,11 @@ def test_all_turns_have_the_tokens_and_log_probabilities_of_the_model(real_model
             folder=tmp_path,
         )  # fmt: skip
     graph = load_session(tmp_path / "run" / f"{session.id}.jsonl")
-    (leaf,) = graph.leaves
-    path = graph.token_sequence(leaf)
-    turns = [node for node in graph.nodes if node.sampled]
-    assert len(turns) == NUM_TURNS
-    assert "exactly one bash code block" in tokenizer.decode(path.token_ids).lower()
-    mask = torch.tensor(path.loss_mask, dtype=torch.bool)
-    gaps = (torch.tensor(path.logprobs) - logprobs_of(model, path.token_ids))[mask].abs()
-    assert float(gaps.max()) < 1e-3
+    assert len(graph.leaves) == NUM_TURNS, "the program sends its complaint instead of the answer: a path for each"
+    for leaf in graph.leaves:
+        path = graph.token_sequence(leaf)
+        assert "exactly one bash code block" in tokenizer.decode(path.token_ids).lower()
+        mask = torch.tensor(path.loss_mask, dtype=torch.bool)
+        gaps = (torch.tensor(path.logprobs) - logprobs_of(model, path.token_ids))[mask].abs()
+        assert len(gaps) > 10
+        assert float(gaps.max()) < 1e-3

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_helpers import VLLM_PYTHON, needs_vllm
 
-from verl_server import AdapterConfig, VerlEngine
+from verl_server import VerlEngine
 from verl_server.agent import RolloutLimits, RolloutRunner, SingleTurnLoop, Task
 from verl_server.errors import BadInputError
 from verl_server.trajectory import get_renderer
@@ -97,9 +97,8 @@ def test_log_probabilities_before_and_after_an_update(engine: VerlEngine, policy
 @needs_vllm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probabilities_of_vllm(policy: Any, real_model: Path, dtype: str) -> None:
-    config = AdapterConfig(engine_kind="vllm", server_python=VLLM_PYTHON)
     server: dict[str, Any] = {"model_path": str(real_model), "dtype": dtype, "context_length": 2048, "random_seed": 0}
-    with VerlEngine(config=config, **server) as engine:
+    with VerlEngine(engine_kind="vllm", server_python=VLLM_PYTHON, **server) as engine:
         require_exact_updates(engine, policy, real_model)
 
 
