@@ -8,6 +8,9 @@ The order of calls in one update:
        `Sender.deliver` runs at the same time.
     3. `Sender.reports`, when the servers have answered.
     4. `Sender.finish`.
+
+A transport with `Sender.stages` brings the tensors to the servers' machines before that: `Receiver.open_only` starts a
+thread in each TP rank, and `Sender.deliver` returns when all of them have reported. The servers serve meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -98,6 +101,8 @@ class Sender(ABC):
     """The end of a transport on trainer rank 0."""
 
     name: str
+    stages: ClassVar[bool] = False
+    """Whether the tensors are sent to the servers' machines while the servers serve, instead of while they load."""
 
     def __init__(self, settings: SenderSettings) -> None:
         self.settings = settings
@@ -115,8 +120,11 @@ class Sender(ABC):
     def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         """The message for the loader of one member: JSON of a few kilobytes, whatever the size of the model."""
 
-    def deliver(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
-        """Send the tensors while the servers load. Stops when `is_loading()` becomes false. Raises VerlServerError."""
+    def deliver(self, attempt: UpdateAttempt, checksums: Sequence[int], is_wanted: Callable[[], bool]) -> None:
+        """Send the tensors while the servers load, or before, see `stages`. Stops when `is_wanted()` becomes false.
+
+        `checksums`: those of the tensors, if the update is verified. Raises VerlServerError.
+        """
         return
 
     def abandon(self, error: BaseException) -> None:

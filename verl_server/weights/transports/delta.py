@@ -146,9 +146,9 @@ class Sender(distributed.Sender):
             message |= {"base_update_id": self._base_update_id, "patch_bytes": len(self._patch)}
         return message
 
-    def send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
+    def send(self, attempt: UpdateAttempt, is_wanted: Callable[[], bool]) -> None:
         if self._patch is None:
-            super().send(attempt, is_loading)
+            super().send(attempt, is_wanted)
             return
         memory = memoryview(bytearray(self._patch))
         for start, stop in split_into_chunks([(0, len(memory))]):
@@ -198,4 +198,3 @@ class Receiver(distributed.Receiver):
         ]
         member.base_update_id = ""
         apply(patch, targets)
-        member.mirror.set_progress(self.message["update_id"], len(self.chunks))

@@ -4,17 +4,19 @@ The group has two kinds of members: the trainer, and one receiver of each machin
 TP ranks a machine has, the bytes are sent to it once. The leader receives them into a mirror of the arena, and the
 other TP ranks of the machine map that mirror. The group is formed once and used for every update.
 
-The model loads each tensor as soon as the chunks with its bytes have arrived. Reports come back through the store.
-`delta` and `distributed_buckets` broadcast in another way, with the parts of this file.
+The mirror is filled while the servers serve (`Sender.stages`): a thread of each TP rank forms the group, receives or
+waits for the leader, and reports. The model is loaded when the mirrors of all machines are complete, so the pause does
+not depend on the network. Reports come back through the store. `delta` broadcasts in another way, and
+`distributed_buckets`, which has no mirror, broadcasts while the servers load, with the parts of this file.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import datetime
 import ipaddress
 import json
+import logging
 import os
 import socket
 import threading
@@ -25,7 +27,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -40,17 +42,23 @@ from verl_server.threads import start_call
 from verl_server.types import Json, ServerInfo
 from verl_server.weights.arena import (
     PAGE_BYTES,
+    XXH3,
     ReceivedReport,
     Report,
     SharedMemoryFile,
     SharedWords,
     byte_ranges_of,
+    compute_checksum,
     memory_contains,
     tensor_views,
 )
 from verl_server.weights.device import accelerator, as_current
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
+
+logger = logging.getLogger(__name__)
+MAX_ERROR_CHARACTERS = 1500
+"""Maximum number of characters of an error message in a report."""
 
 # -- Byte ranges ------------------------------------------------------------------------------------
 # Division of the arena's tensors into the byte ranges that one broadcast sends. Pure functions.
@@ -100,13 +108,10 @@ def group_whole_tensors(
 
 
 class Mirror:
-    """One process's mapping of a mirror and of its progress counter. The machine's leading receiver creates the mirror.
+    """One process's mapping of a mirror and of its progress. The machine's leading receiver creates the mirror."""
 
-    The progress counter is the number of chunks of the current update that have been received.
-    """
-
-    FAILED = 0xFFFFFFFF
-    """Progress of an update that failed."""
+    COMPLETE, FAILED = 1, 2
+    """Progress of an update that is in the mirror, and of one that failed."""
 
     def __init__(self, file: SharedMemoryFile, size_bytes: int) -> None:
         self._file, self.location = file, file.location
@@ -142,12 +147,12 @@ class Mirror:
         """Whether a tensor is in this memory."""
         return memory_contains(self._file.memory, tensor)
 
-    def set_progress(self, update_id: str, num_chunks: int) -> None:
-        """Record that `num_chunks` chunks of an update are in the mirror, or `FAILED`."""
-        self._progress[0] = zlib.crc32(update_id.encode()) << 32 | num_chunks
+    def set_progress(self, update_id: str, progress: int) -> None:
+        """Record that an update is `COMPLETE` or has `FAILED`."""
+        self._progress[0] = zlib.crc32(update_id.encode()) << 32 | progress
 
     def progress(self, update_id: str) -> int:
-        """Number of chunks of an update that are in the mirror, or `FAILED`."""
+        """`COMPLETE`, `FAILED`, or 0 while the update arrives."""
         word = self._progress[0]
         return word & 0xFFFFFFFF if word >> 32 == zlib.crc32(update_id.encode()) else 0
 
@@ -215,6 +220,16 @@ def mirror_key(group_name: str, leader: int) -> str:
     return f"{group_name}/mirror/{leader}"
 
 
+def failure_key(group_name: str, update_id: str) -> str:
+    """The key that a receiver sets when it cannot stage an update."""
+    return f"{group_name}/failed/{update_id}"
+
+
+def staged_id(update_id: str) -> str:
+    """The update id of the report that a receiver has staged an update."""
+    return f"{update_id}/staged"
+
+
 def report_key(group_name: str, update_id: str, receiver: int) -> str:
     """The key that a receiver sets to its report on an update."""
     return f"{group_name}/report/{update_id}/{receiver}"
@@ -224,6 +239,8 @@ def report_key(group_name: str, update_id: str, receiver: int) -> str:
 # Placement of the receivers of a broadcast on machines. One receiver of each machine is its leader.
 
 POLL_INTERVAL_S = 0.0005
+STAGED_POLL_INTERVAL_S = 0.005
+"""Poll interval while the servers serve: each poll takes time from them."""
 MAX_POLL_INTERVAL_S = 0.05
 """Upper limit of the poll interval while the receivers arrive. Each poll of a receiver asks for all keys, in the one
 thread of the store."""
@@ -313,11 +330,17 @@ class Membership(ABC):
     @classmethod
     def current_or_new(cls, message: Json, tp_rank: int) -> Self:
         """The membership in the group that `message` names: that of the last update, or a new one that replaces it."""
-        current = cls._current.get(cls)
-        if not isinstance(current, cls) or current.group_name != message["group_name"]:
+        current = cls.of_group(message["group_name"])
+        if current is None:
             cls.leave_current()
             cls._current[cls] = current = cls(message, tp_rank)
         return current
+
+    @classmethod
+    def of_group(cls, group_name: str) -> Self | None:
+        """The membership in this group, if there is one."""
+        current = cls._current.get(cls)
+        return current if isinstance(current, cls) and current.group_name == group_name else None
 
     @classmethod
     def leave_current(cls) -> None:
@@ -366,9 +389,9 @@ class Membership(ABC):
         rows: list[Any] = json.loads(self.table(key))
         return rows
 
-    def send_report(self, update_id: str, report: Report, checksums: list[int]) -> None:
+    def send_report(self, report: Report, checksums: list[int]) -> None:
         """Send the trainer this receiver's report on an update."""
-        key = report_key(self.group_name, update_id, self.receiver)
+        key = report_key(self.group_name, report.update_id, self.receiver)
         self.store.set(key, json.dumps({"report": asdict(report), "checksums": checksums}))
 
     @abstractmethod
@@ -480,6 +503,7 @@ class Sender(base.Sender):
     """
 
     name = "distributed"
+    stages = True
 
     def __init__(self, settings: SenderSettings) -> None:
         super().__init__(settings)
@@ -519,15 +543,72 @@ class Sender(base.Sender):
             "timeout_s": self.settings.timeout_s,
         }
 
-    def deliver(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
+    def deliver(self, attempt: UpdateAttempt, checksums: Sequence[int], is_wanted: Callable[[], bool]) -> None:
+        """Broadcast the bytes. With `stages`, returns when all TP ranks have reported that they can be loaded."""
+
+        def has_failed() -> bool:
+            return bool(self.store.check([failure_key(self.group_name, attempt.id)]))
+
         self.sent_bytes = 0
         try:
-            if self.group is None:
-                placement = wait_for_receivers(self.store, self.group_name, attempt.num_receivers, is_loading)
-                self.group = self.connect_group(placement)
-            self.send(attempt, is_loading)
-        except RuntimeError as error:
-            raise VerlServerError(f"the broadcast of the weights failed: {error}") from error
+            self._send_to_group(attempt, lambda: is_wanted() and not (self.stages and has_failed()))
+            if self.stages:
+                self._wait_until_staged(attempt, has_failed)
+        except (RuntimeError, VerlServerError) as error:
+            failure = (
+                error
+                if isinstance(error, VerlServerError)
+                else VerlServerError(f"the broadcast of the weights failed: {error}")
+            )
+            raise self._staging_error(attempt, failure) if self.stages else failure from error
+        if self.stages and attempt.verify:
+            self._verify_staged(attempt, checksums)
+
+    def _send_to_group(self, attempt: UpdateAttempt, is_wanted: Callable[[], bool]) -> None:
+        if self.group is None:
+            placement = wait_for_receivers(self.store, self.group_name, attempt.num_receivers, is_wanted)
+            self.group = self.connect_group(placement)
+        self.send(attempt, is_wanted)
+
+    def _wait_until_staged(self, attempt: UpdateAttempt, has_failed: Callable[[], bool]) -> None:
+        """Wait for the report of each TP rank. Raises VerlServerError."""
+        ranks = list(self.receiving_ranks(attempt))
+        keys = [report_key(self.group_name, staged_id(attempt.id), rank.receiver) for rank in ranks]
+        deadline = time.monotonic() + self.settings.timeout_s
+        while not self.store.check(keys):
+            if has_failed():
+                raise VerlServerError("a server could not stage the weights")
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self.store.check([key])]
+                raise DeadlineError(
+                    f"{missing[0].label} did not stage the weights within {self.settings.timeout_s:g} s",
+                    operation="broadcast",
+                    seconds=self.settings.timeout_s,
+                    servers=sorted({rank.server for rank in missing}),
+                )
+            time.sleep(STAGED_POLL_INTERVAL_S)
+
+    def _staging_error(self, attempt: UpdateAttempt, error: VerlServerError) -> VerlServerError:
+        """The error that a TP rank has reported while it received the weights, else `error`, which follows from it."""
+        for rank in self.receiving_ranks(attempt):
+            received = self.read_report(replace(attempt, id=staged_id(attempt.id)), rank.receiver)
+            if received is not None and not received.report.ok:
+                reason = received.report.error
+                return VerlServerError(f"{rank.label} could not stage the weights: {reason}", servers=[rank.server])
+        return error
+
+    def _verify_staged(self, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
+        """Raise VerlServerError if a mirror differs from the arena. Its leader has reported the checksums."""
+        for rank in self.receiving_ranks(attempt):
+            received = self.read_report(replace(attempt, id=staged_id(attempt.id)), rank.receiver)
+            if received is not None and received.checksums and received.checksums != list(checksums):
+                pairs = zip(attempt.names, checksums, received.checksums, strict=True)
+                names = [name for name, sent, arrived in pairs if sent != arrived]
+                raise VerlServerError(
+                    f"the machine of {rank.label} received {len(names)} tensors that differ from what was sent, "
+                    f"{names[0]!r} first",
+                    servers=[rank.server],
+                )
 
     def abandon(self, error: BaseException) -> None:
         self.leave_group()
@@ -542,7 +623,7 @@ class Sender(base.Sender):
         """Close the connections of the group."""
         self.group = None
 
-    def send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
+    def send(self, attempt: UpdateAttempt, is_wanted: Callable[[], bool]) -> None:
         """Broadcast the update's bytes. Raises RuntimeError or VerlServerError."""
         memory = self.arena.memory
         for start, stop in split_into_chunks(byte_ranges_of(self.layout.table(attempt.names))):
@@ -602,67 +683,95 @@ class MirrorMember(Membership):
 
 
 class Receiver(base.Receiver):
-    """Reads the tensors from the mirror on this machine. On the leader, a thread fills the mirror."""
+    """Reads the tensors from the mirror on this machine, which is complete. See `open_only`."""
+
+    _staging: ClassVar[Receiver | None] = None
+    """The update that this TP rank has staged last, or is staging now."""
 
     def __init__(self, message: Json, tp_rank: int) -> None:
         super().__init__(message, tp_rank)
-        self.member = MirrorMember.current_or_new(message, tp_rank)
-        self._failure: BaseException | None = None
-        self.rows = self.member.rows(message["table_key"])
-        self.tensor_ranges = byte_ranges_of(self.member.table(message["table_key"]))
-        self.chunks = split_into_chunks(self.tensor_ranges)
-        self._thread: threading.Thread | None = None
-        if self.member.group is not None:
-            self._thread = threading.Thread(target=self._fill_mirror, name="verl-server-broadcast", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._stage, name="verl-server-stage", daemon=True)
+        self.member: MirrorMember
+        self.rows: list[Any] = []
+        staging = Receiver._staging
+        if staging is not None and staging.message["update_id"] == message["update_id"]:
+            self.member, self.rows = staging.member, staging.rows
 
     @classmethod
     def open_only(cls, message: Json, tp_rank: int) -> None:
-        report_before_joining(message, tp_rank, None)
+        """Stage the update in a thread, while the server serves."""
+        earlier, staging = Receiver._staging, cls(message, tp_rank)
+        staging._earlier_thread = None if earlier is None else earlier._thread
+        Receiver._staging = staging
+        staging._thread.start()
 
-    def _fill_mirror(self) -> None:
-        """On the leader: receive the weights for all TP ranks of this machine."""
+    _earlier_thread: threading.Thread | None = None
+
+    def _stage(self) -> None:
+        """Fill the mirror, or wait until the leader of the machine has filled it. Reports to the trainer."""
+        update_id = self.message["update_id"]
         try:
-            self.receive()
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits for the tensors
-            self._failure = error
-            self.member.mirror.set_progress(self.message["update_id"], Mirror.FAILED)
+            if self._earlier_thread is not None:
+                self._earlier_thread.join()  # it uses the mirror; it ends, because every broadcast has a deadline
+            self.member = MirrorMember.current_or_new(self.message, self.tp_rank)
+            table = self.member.table(self.message["table_key"])
+            self.rows, self.tensor_ranges = self.member.rows(self.message["table_key"]), byte_ranges_of(table)
+            self.chunks = split_into_chunks(self.tensor_ranges)
+            checksums = []
+            if self.member.group is None:
+                self._wait_for_mirror()
+            else:
+                self.receive()
+                if self.message["verify"] and self.message["checksum"] == XXH3:
+                    checksums = [compute_checksum(tensor) for _, tensor in self.tensors()]
+                self.member.mirror.set_progress(update_id, Mirror.COMPLETE)
+            self.member.send_report(Report(staged_id(update_id), ok=True), checksums)
+        except Exception as error:
+            logger.warning("an update could not be staged; the server keeps its weights", exc_info=True)
+            self._report_failure(error)
+
+    def _report_failure(self, error: Exception) -> None:
+        """Tell the trainer, and the TP ranks that wait for this machine's mirror."""
+        update_id, member = self.message["update_id"], MirrorMember.of_group(self.message["group_name"])
+        if member is not None and member.group is not None:
+            member.mirror.set_progress(update_id, Mirror.FAILED)
+        MirrorMember.leave_current()  # the trainer forms a new group
+        report = Report(staged_id(update_id), ok=False, error=f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS])
+        receiver = self.message["first_receiver"] + self.tp_rank
+        with contextlib.suppress(ConnectionError, RuntimeError):  # the trainer has ended
+            store = connect_to_store(*self.message["store_address"])
+            key = report_key(self.message["group_name"], report.update_id, receiver)
+            store.set(key, json.dumps({"report": asdict(report), "checksums": []}))
+            store.set(failure_key(self.message["group_name"], update_id), "")
 
     def receive(self) -> None:
-        """On the leader: receive the bytes of the update into the mirror. Called in a thread."""
-        mirror = self.member.mirror
-        for num_chunks, (start, stop) in enumerate(self.chunks, 1):
-            broadcast_memory(self.member.group, mirror.view[start:stop], self.message["timeout_s"])
-            mirror.set_progress(self.message["update_id"], num_chunks)
+        """On the leader: receive the bytes of the update into the mirror."""
+        for start, stop in self.chunks:
+            broadcast_memory(self.member.group, self.member.mirror.view[start:stop], self.message["timeout_s"])
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        chunk_starts = [start for start, _ in self.chunks]
-        named_tensors = tensor_views(self.member.mirror.view, self.rows)
-        for (_, stop), (name, tensor) in zip(self.tensor_ranges, named_tensors, strict=True):
-            self._wait_for_chunks(bisect.bisect_left(chunk_starts, stop))
-            yield name, tensor
-
-    def _wait_for_chunks(self, num_needed: int) -> None:
-        """Wait until that many chunks are in the mirror."""
+    def _wait_for_mirror(self) -> None:
+        """Wait until the leader of this machine has filled the mirror."""
         deadline = time.monotonic() + self.message["timeout_s"]
-        while (num_chunks := self.member.mirror.progress(self.message["update_id"])) < num_needed:
+        mirror, update_id = self.member.mirror, self.message["update_id"]
+        while (progress := mirror.progress(update_id)) != Mirror.COMPLETE:
+            if progress == Mirror.FAILED:
+                raise ConnectionError("the broadcast failed: see the log of the leading TP rank of this machine")
+            if self.member.is_cancelled():
+                raise ConnectionError("the trainer has abandoned the update")
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"chunk {num_needed} of {len(self.chunks)} did not arrive within {self.message['timeout_s']:g} s; "
-                    f"{num_chunks} chunks arrived. Raise Timeouts(weights_s=...) if the network is slow"
+                    f"the weights did not arrive within {self.message['timeout_s']:g} s. Raise "
+                    "Timeouts(weights_s=...) if the network is slow"
                 )
-            if not self.member.mirror.exists():
+            if not mirror.exists():
                 raise ConnectionError("the process that receives the weights for this machine has died")
-            time.sleep(POLL_INTERVAL_S)
-        if num_chunks == Mirror.FAILED:
-            raise ConnectionError(f"the broadcast failed: {self._failure or 'see the log of the leading TP rank'}")
+            time.sleep(STAGED_POLL_INTERVAL_S)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return tensor_views(self.member.mirror.view, self.rows)
 
     def contains(self, tensor: torch.Tensor) -> bool:
         return self.member.mirror.contains(tensor)
 
     def send_report(self, report: Report, checksums: list[int]) -> None:
-        self.member.send_report(self.message["update_id"], report, checksums)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.join()  # it ends, because every broadcast has a deadline
+        self.member.send_report(report, checksums)

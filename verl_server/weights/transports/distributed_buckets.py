@@ -56,6 +56,7 @@ class Sender(distributed.Sender):
     """Broadcasts parts of the arena, each as large as a bucket at most, to all receivers."""
 
     name = "distributed_buckets"
+    stages = False
 
     def loader_message(self, attempt: UpdateAttempt, member_index: int) -> Json:
         largest = max(tensor_bytes(slot.spec) for slot in self.layout.slots.values())
@@ -75,13 +76,13 @@ class Sender(distributed.Sender):
             self.group.abort()
         self.group = None
 
-    def send(self, attempt: UpdateAttempt, is_loading: Callable[[], bool]) -> None:
+    def send(self, attempt: UpdateAttempt, is_wanted: Callable[[], bool]) -> None:
         deadline = time.monotonic() + self.settings.timeout_s
         bucket_bytes = self.loader_message(attempt, 0)["bucket_bytes"]
         tensor_ranges = byte_ranges_of(self.layout.table(attempt.names))
         for start, stop, _ in group_whole_tensors(tensor_ranges, bucket_bytes):
             work = start_broadcast(self.group, self._copy_to_device(start, stop), self.settings.timeout_s)
-            wait_for_work(work, deadline, self.settings.timeout_s, is_loading)
+            wait_for_work(work, deadline, self.settings.timeout_s, is_wanted)
             self.sent_bytes += stop - start
 
     def _copy_to_device(self, start: int, stop: int) -> torch.Tensor:
@@ -181,4 +182,4 @@ class Receiver(base.Receiver):
     def send_report(self, report: Report, checksums: list[int]) -> None:
         if not report.ok:  # no broadcast that was started may continue after this load
             BucketMember.leave_current()
-        self._member.send_report(self.message["update_id"], report, checksums)
+        self._member.send_report(report, checksums)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from verl_server.config import PauseMode
 from verl_server.errors import (
     BadInputError,
     ServerDiedError,
@@ -192,10 +193,11 @@ def _servers_with_unread(
 # The steps of one staged weight update on trainer rank 0, after all ranks have written their tensors.
 #
 #     prepare          the transport does what can be done before generation is paused
+#     stage            transports to other machines: the tensors arrive there and are verified, while the servers serve
 #     pause            every server pauses generation
 #     begin            every server opens a weight update session
-#     open             new servers: every TP rank opens what the transport needs, for example the arena
-#     load             every server's TP ranks load, while the transport delivers the tensors
+#     open             new servers of other transports: every TP rank opens what the transport needs, such as the arena
+#     load             every server's TP ranks load, and `distributed_buckets` delivers the tensors meanwhile
 #     end              every server closes the session
 #     verify reports   every TP rank has loaded all tensors and has read the bytes that are staged
 #     publish          the new weight version and its checksums are recorded
@@ -203,10 +205,10 @@ def _servers_with_unread(
 #
 # With several nodes, the last two steps wait until the other nodes have verified their reports, see `staged`.
 #
-# A failure up to `open` has no effect. After a failure up to `verify reports` the served weights are torn, and the
-# update is tried once more with the staged tensors; a third time if servers that fail repeatedly are left out. If that
-# fails too, generation stays paused until an update of all tensors succeeds. When `resume` fails, the servers hold the
-# new weights, and their version counts.
+# A failure up to `open` has no effect. One of `stage` is tried again, without the servers that fail repeatedly. After a
+# failure up to `verify reports` the served weights are torn, and the update is tried once more with the staged tensors;
+# a third time if servers that fail repeatedly are left out. If that fails too, generation stays paused until an update
+# of all tensors succeeds. When `resume` fails, the servers hold the new weights, and their version counts.
 
 
 @dataclass
@@ -237,13 +239,16 @@ class StagedUpdate:
         Generation continues only with whole weights: after an error if nothing was loaded and the weights were whole
         before.
         """
-        attempt = self._new_attempt()
         self.paused_at = time.monotonic()
+        stages_first = self.sender.stages and not weights_are_torn
+        attempt = self._staged_attempt() if stages_first else self._new_attempt()
         try:
             if attempt.members:  # else all servers of a fleet are started again, and then get the weights by `replay`
-                with self._prepared(attempt):
+                with self._prepared(attempt, is_staged=stages_first):
                     self.paused_at = time.monotonic()
                     self.servers.pause(self.validated.pause_mode)
+                    if self.sender.stages and not stages_first:
+                        self._stage(attempt)
                     self._load_and_verify(attempt)
         except TornWeightsError as error:
             leave_out_failed(self.servers, error)
@@ -280,6 +285,8 @@ class StagedUpdate:
             return attempt
         try:
             with self._prepared(attempt):
+                if self.sender.stages:
+                    self._stage(attempt)
                 self._load_and_verify(attempt)
         except (TornWeightsError, ServerDiedError, ShutDownError):
             raise
@@ -295,6 +302,8 @@ class StagedUpdate:
         attempt = self._new_attempt()
         with self._prepared(attempt):
             self.servers.pause(self.validated.pause_mode)
+            if self.sender.stages:
+                self._stage(attempt)
             self._load_and_verify(attempt)
             # A trainer rank may stage the next update in the meantime, perhaps just behind the reader.
             staged = StagedChecksums(self.sender.arena.tensor, self.sender.settings.checksum)
@@ -307,23 +316,71 @@ class StagedUpdate:
         return UpdateAttempt(uuid.uuid4().hex, self.names, self.validated.verify, self.servers.members)
 
     @contextmanager
-    def _prepared(self, attempt: UpdateAttempt) -> Iterator[None]:
-        """Prepare the transport before the body, and finish the attempt after the body in any case."""
+    def _prepared(self, attempt: UpdateAttempt, *, is_staged: bool = False) -> Iterator[None]:
+        """Prepare the transport before the body, and finish the attempt after the body in any case.
+
+        `is_staged`: the attempt is one of `_staged_attempt`, which has prepared the transport.
+        """
         try:
-            self.sender.prepare(attempt)
+            if not is_staged:
+                self.sender.prepare(attempt)
             yield
         except BaseException:
             self.sender.finish(attempt, succeeded=False)
             raise
         self.sender.finish(attempt, succeeded=True)
 
-    def _load_and_verify(self, attempt: UpdateAttempt) -> None:
-        """The steps begin, open, load, end and verify reports. Raises TornWeightsError for any failure after `open`.
+    def _staged_attempt(self) -> UpdateAttempt:
+        """An attempt whose tensors are on the machines of all its servers. They serve the earlier weights meanwhile.
 
-        With several servers of which some can be left out, for any failure after `begin`.
+        A failure is tried again as often as one of a load: once, and without the servers that fail repeatedly. Raises
+        VerlServerError; then the weights of the servers have not changed.
         """
-        servers, sender = self.servers, self.sender
-        messages = [
+        num_failures = 0
+        while True:
+            attempt = self._new_attempt()
+            if not attempt.members:
+                return attempt
+            try:
+                self.sender.prepare(attempt)
+                self._stage(attempt, is_serving=True)
+            except VerlServerError as error:
+                self.sender.finish(attempt, succeeded=False)
+                num_failures += 1
+                is_final = isinstance(error, (ServerDiedError, ShutDownError, UnsupportedError))
+                if is_final or not (leave_out_failed(self.servers, error) or num_failures == 1) or num_failures == 3:
+                    raise
+                logger.warning("%s The weights are sent again; the servers serve meanwhile.", error.message)
+            except BaseException:
+                self.sender.finish(attempt, succeeded=False)
+                raise
+            else:
+                return attempt
+
+    def _stage(self, attempt: UpdateAttempt, *, is_serving: bool = False) -> None:
+        """Bring the tensors to the servers' machines. `is_serving`: pause generation only while a request starts it.
+
+        SGLang takes no request about weights between the steps of a generation unless it is paused.
+        """
+        try:
+            try:
+                if is_serving:
+                    self.servers.pause(PauseMode.IN_PLACE)
+                with open_session(self.servers):
+                    messages = [{**message, "opens_only": True} for message in self._messages(attempt)]
+                    self.servers.load(messages, None, flush_cache=False)
+            finally:
+                if is_serving:
+                    resume_unchanged(self.servers)
+            self.sender.deliver(attempt, self.checksums, is_wanted=lambda: True)
+        except BaseException as error:
+            self.sender.abandon(error)
+            raise
+
+    def _messages(self, attempt: UpdateAttempt) -> list[Json]:
+        """The message for the loaders of each member."""
+        sender = self.sender
+        return [
             {
                 "transport": sender.name,
                 "update_id": attempt.id,
@@ -333,11 +390,19 @@ class StagedUpdate:
             }
             for member_index in range(len(attempt.members))
         ]
+
+    def _load_and_verify(self, attempt: UpdateAttempt) -> None:
+        """The steps begin, open, load, end and verify reports. Raises TornWeightsError for any failure after `open`.
+
+        With several servers of which some can be left out, for any failure after `begin`.
+        """
+        servers, sender = self.servers, self.sender
+        messages = self._messages(attempt)
         try:
             with open_session(servers):
                 if servers.can_leave_out and len(attempt.members) > 1:  # it is repeated, without those that fail again
                     self.may_have_loaded = True
-                if attempt.members != sender.opened_members:
+                if attempt.members != sender.opened_members and not sender.stages:
                     servers.load([{**message, "opens_only": True} for message in messages], None, flush_cache=False)
                     opening = replace(attempt, verify=False)
                     ranks = sender.receiving_ranks(opening)
@@ -371,7 +436,8 @@ class StagedUpdate:
         pool = ThreadPoolExecutor(1, thread_name_prefix="verl-server-load")
         try:
             loading = started = pool.submit(self.servers.load, messages, version, flushes)
-            self.sender.deliver(attempt, is_loading=lambda: not started.done())
+            if not self.sender.stages:
+                self.sender.deliver(attempt, self.checksums, is_wanted=lambda: not started.done())
             loading.result()
         except BaseException as error:
             self.sender.abandon(error)
