@@ -37,6 +37,12 @@ PRINTED = ["reward/mean", "train/logprob_gap", "train/time_s", "time/wait_s"]
 LORA: dict[str, Any] = {"lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
+
+
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -46,24 +52,26 @@ def read_options() -> argparse.Namespace:
     add("--run-dir", type=Path, default=Path("grpo-run"), help="samples, checkpoints, metrics, plot")
     add("--engine", default="sglang", choices=["sglang", "vllm"])
     add("--server-python", help="interpreter of the servers, if it is not that of the trainer")
-    add("--replicas", type=int, default=1)
-    add("--tp", type=int, default=1, help="GPUs of each replica")
+    add("--replicas", type=positive, default=1)
+    add("--tp", type=positive, default=1, help="GPUs of each replica")
     add("--dtype", default="bfloat16", help="of the servers; the trainer has float32 weights")
-    add("--steps", type=int, default=20)
-    add("--groups", type=int, default=16, help="questions of a step")
-    add("--samples", type=int, default=8, help="answers to each question")
-    add("--max-tokens", type=int, default=16, help="of an answer")
-    add("--rows", type=int, default=32, help="answers of one backward pass")
-    add("--minibatches", type=int, default=2, help="optimizer steps of a step")
+    add("--steps", type=positive, default=20)
+    add("--groups", type=positive, default=16, help="questions of a step")
+    add("--samples", type=positive, default=8, help="answers to each question")
+    add("--max-tokens", type=positive, default=16, help="of an answer")
+    add("--rows", type=positive, default=32, help="answers of one backward pass")
+    add("--minibatches", type=positive, default=2, help="optimizer steps of a step")
     add("--lr", type=float, default=2e-5)
-    add("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank (of q, k, v, o_proj)")
-    add("--every", type=int, default=5, help="steps between two tests, and between two checkpoints")
+    add("--lora", type=positive, metavar="RANK", help="train LoRA adapters of this rank (of q, k, v, o_proj)")
+    add("--every", type=positive, default=5, help="steps between two tests, and between two checkpoints")
     add("--seed", type=int, default=0)
     add("--tensorboard", action="store_true")
     add("--wandb", metavar="PROJECT", help="of Weights & Biases")
     options = parser.parse_args()
     if (options.data is None) != (options.test is None):
         parser.error("--data and --test belong together")
+    if options.samples == 1:
+        parser.error("--samples 1: the advantage of an answer compares it with others to the same question")
     return options
 
 

@@ -71,6 +71,13 @@ def require_complete_folder(folder: Path, *, weights: bool, tokenizer: bool) -> 
         return
     if not (folder / "config.json").is_file():
         hint = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+        if (folder / CONFIG_FILE).is_file():
+            raise BadInputError(
+                f"model_path {folder} is a LoRA adapter of {read_model_config(str(folder), CONFIG_FILE).get(BASE)}: "
+                "serve that model with enable_lora=True and load the adapter into it (load_lora_adapter), or write a "
+                "whole model with merge_and_unload() of peft",
+                argument="model_path",
+            )
         raise BadInputError(
             f"model_path {folder} has no config.json: it is not a model's folder. It has: {hint}", argument="model_path"
         )
@@ -220,7 +227,7 @@ UNSUPPORTED_FIELDS = (
 fields choose the modules, which the names of the tensors show, or are used only for training."""
 CHANGES_THE_MODEL = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Beginnings of the values of `init_lora_weights` with which PEFT changes the model's own weights."""
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE, BASE = "adapter_config.json", "base_model_name_or_path"
 TENSORS_FILE = "adapter_model.safetensors"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -31,6 +32,9 @@ SECRET_ARGUMENTS = ("api_key", "admin_api_key")
 DEFAULT_HOST = "127.0.0.1"
 #: Values of `load_format` with which an engine reads the weights from the model's folder.
 LOAD_FORMATS = (None, "auto", "safetensors")
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,10 @@ def require_common_args(args: ServerArgs) -> None:
 
 def require_loadable_model(args: ServerArgs) -> None:
     """Raise BadInputError for a model folder on this machine that an engine with these arguments cannot load."""
-    if (folder := Path(os.path.expanduser(require_model_path(args)))).is_dir():
+    folder = Path(os.path.expanduser(require_model_path(args)))
+    if not folder.is_dir():
+        logger.info("%s is no folder of this machine, so the server looks for it at the model hub", folder)
+    else:
         require_complete_folder(
             folder,
             weights=args.get("load_format") in LOAD_FORMATS,

@@ -52,6 +52,7 @@ _MISPLACED = {
     **dict.fromkeys(("return_logprob", "logprobs", "top_logprobs"), _RECORDED),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "write max_new_tokens, SGLang's name"),
     "stream": "agents generate whole turns, so leave it out",
+    "seed": "write sampling_seed, SGLang's name",
     **dict.fromkeys(("rid", "session_id", "prompt", "input_ids", "image_data"), _SET_BY_EPISODE),
     "routed_experts_start_len": _SET_BY_EPISODE,
     **{name: _PARTIAL.format(name) for name in ("lora_path", "weight_version", "min_weight_version")},

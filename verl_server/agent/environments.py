@@ -106,12 +106,28 @@ def total_reward(options: Mapping[str, RewardOptions], values: Mapping[str, floa
 
 
 async def _compute(item: Reward, sample: Sample) -> float:
+    _require_one_parameter(item)
     call = call_user_function(item.function, sample)
     value = await call_within(call, item.options.timeout_s, f"the reward {item.name!r}")
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(value, (str, bytes)) and math.isfinite(number := float(value)):
             return number
     raise BadInputError(f"the reward function {item.name!r} must return a finite number, got {value!r:.80}")
+
+
+def _require_one_parameter(item: Reward) -> None:
+    """Raise BadInputError for a reward that cannot be called with a sample alone, as those of other libraries."""
+    try:
+        parameters = inspect.signature(item.function)
+    except (TypeError, ValueError):  # a builtin
+        return
+    try:
+        parameters.bind(None)
+    except TypeError as error:
+        raise BadInputError(
+            f"the reward function {item.name!r} is called with one argument, the sample (sample.text, "
+            f"sample.task.data), but it is {item.name}{parameters}: {error}"
+        ) from None
 
 
 # -- Decorators -------------------------------------------------------------------------------------

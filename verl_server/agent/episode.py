@@ -46,6 +46,8 @@ from verl_server.types import Json
 from verl_server.validation import check_arguments, is_finite_number
 
 logger = logging.getLogger(__name__)
+TEMPERATURE = "sampling_temperature"
+"""Key of a reply of `Cursor.request_turn`: the temperature of the request, if it is in the log probabilities."""
 
 
 # -- Recorded nodes ---------------------------------------------------------------------------------
@@ -420,6 +422,7 @@ class Cursor:
             message={"role": "assistant", "content": self._renderer.decode(token_ids), **(details or {})},
             finish_reason=str((meta.get("finish_reason") or {}).get("type")),
             routed_experts=pack_experts(meta.get("routed_experts")),
+            temperature=reply.get(TEMPERATURE),
         )
 
     async def generate_turn(self, params: Json, tools: Sequence[Json]) -> Turn:
@@ -447,7 +450,7 @@ class Cursor:
         remaining, limit = self._state.remaining_tokens(leaf)
         if remaining <= 0:  # another branch has added tokens since this turn has begun
             raise self._state.stop(limit)
-        return await generate_whole_turn(
+        reply = await generate_whole_turn(
             self._state.generate,
             rid=f"{session_id}-{leaf}-{secrets.token_hex(4)}",
             session_id=session_id,
@@ -457,6 +460,8 @@ class Cursor:
             **self._routed_experts_fields(),
             sampling_params={**params, "max_new_tokens": min(params.get("max_new_tokens") or remaining, remaining)},
         )
+        temperature = params.get("temperature")  # that of a greedy turn, 0, is in no log probability
+        return reply if temperature in (None, 0, 1) else {**reply, TEMPERATURE: float(temperature)}
 
     def _routed_experts_fields(self) -> Json:
         if not self._state.return_routed_experts:

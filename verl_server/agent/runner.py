@@ -57,6 +57,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", SampleGroup, RolloutStep)
 
 
+NOT_IN_TRAINER = (
+    "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "min_new_tokens", "regex",
+    "json_schema", "ebnf", "structural_tag",
+)  # fmt: skip
+"""Sampling parameters that change the probabilities of tokens by more than the temperature."""
+
+
 class RolloutRunner:
     """Runs one agent with one policy on any number of tasks.
 
@@ -113,6 +120,12 @@ class RolloutRunner:
         completed_limits = access.complete_limits(limits)
         require_token_limit(completed_limits)
         require_sampling_params(params)
+        if not_computed := sorted(name for name in NOT_IN_TRAINER if params.get(name)):
+            logger.warning(
+                "the servers' log probabilities contain the effect of %s, and a trainer computes its own without it: "
+                "the ratio of both is not that of the policies. Only `temperature` is in the batch",
+                ", ".join(not_computed),
+            )
         self._n, self._max_staleness, self._max_concurrency = n, max_staleness, max_concurrency
         self._generate = access.generate
         self.run_dir = None if run_dir is None else make_writable_folder("run_dir", run_dir)

@@ -8,6 +8,7 @@ gradient has no state in the optimizer, and none in the checkpoint.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,29 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from verl_server.errors import BadInputError, VerlServerError
+from verl_server.validation import require_whole_number
 
 LATEST = "latest"
 """Name of the file with the name of the last complete checkpoint."""
+METADATA = ".metadata"
+"""The file of torch that is written last into a checkpoint."""
+NAME = re.compile(r"step-\d{6,}(-again)?")
 _MODEL, _OPTIMIZER, _GROUPS = "model.", "optimizer.", "groups"
 
 
-def save_checkpoint(folder: Path | str, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Save the state after `step` steps in `folder`, and then remove all other checkpoints there.
+def save_checkpoint(
+    folder: Path | str, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, keep: int = 1
+) -> None:
+    """Save the state after `step` steps in `folder`, and then remove earlier checkpoints: the last `keep` ones stay.
 
     All ranks call this with the same `folder`, which all of them can read. A process that is killed meanwhile leaves
     the last complete checkpoint as it was. Parameters without a gradient, as those under LoRA adapters, are saved too.
-    Raises BadInputError for a `step` below 0, and VerlServerError if the checkpoint cannot be written, for example
-    because the disk is full.
+    Other files and folders are not touched. Raises BadInputError for a `step` below 0, a `keep` below 1, and a folder
+    that `load_checkpoint` refuses, and VerlServerError if the checkpoint cannot be written, for example because the
+    disk is full.
     """
-    if step < 0:
-        raise BadInputError(f"step must be 0 or more, got {step}", argument="step")
+    require_whole_number("step", step, minimum=0)
+    require_whole_number("keep", keep, minimum=1)
     folder = Path(folder)
     name, last = f"step-{step:06d}", _read_latest(folder)
     target = folder / (name if name != last else f"{name}-again")
@@ -58,8 +66,11 @@ def save_checkpoint(folder: Path | str, step: int, model: torch.nn.Module, optim
     except (CheckpointException, OSError) as error:  # the first is a BaseException
         raise VerlServerError(f"the checkpoint {target} cannot be written: {error}") from error
     if _is_first_rank():
-        for other in folder.glob("step-*"):
-            if other != target and other.is_dir():
+        others = [path for path in _checkpoints(folder) if path != target]
+        complete = [path for path in others if (path / METADATA).is_file()]
+        kept = complete[len(complete) - keep + 1 :] if keep > 1 else []
+        for other in others:
+            if other not in kept:
                 shutil.rmtree(other)
     _barrier()
 
@@ -67,8 +78,9 @@ def save_checkpoint(folder: Path | str, step: int, model: torch.nn.Module, optim
 def load_checkpoint(folder: Path | str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load the last complete checkpoint of `folder` into `model` and `optimizer`, on all ranks.
 
-    Returns its number of steps, 0 if there is none. Raises BadInputError for a checkpoint that is damaged, and for that
-    of another model (with other parameters, shapes or dtypes) or of another optimizer.
+    Returns its number of steps, 0 if there is none. Raises BadInputError for a checkpoint that is damaged, for that of
+    another model (with other parameters, shapes or dtypes) or of another optimizer, for a folder that is itself a
+    checkpoint, and for one that has checkpoints, but not the file `latest` with the name of the last complete one.
     """
     if (last := _read_latest(Path(folder))) is None:
         return 0
@@ -165,9 +177,26 @@ def _kind(value: Any) -> str:
 
 
 def _read_latest(folder: Path) -> str | None:
-    """Name of the last complete checkpoint."""
+    """Name of the last complete checkpoint. Raises BadInputError if there seems to be one that cannot be named."""
     file = folder / LATEST
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    if file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    if (folder / METADATA).is_file():
+        raise BadInputError(f"{folder} is itself a checkpoint: pass the folder that contains it", argument="folder")
+    if complete := [path.name for path in _checkpoints(folder) if (path / METADATA).is_file()]:
+        raise BadInputError(
+            f"{folder} has the checkpoints {', '.join(complete)}, but no file {LATEST!r}. Write the name of the one to "
+            "continue with into it, or choose another folder",
+            argument="folder",
+        )
+    return None
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, also those that a killed process has not finished, the earliest first."""
+    found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()]
+    own = [path for path in found if all(part.suffix == ".distcp" or part.name == METADATA for part in path.iterdir())]
+    return sorted(own, key=lambda path: (int(path.name.split("-")[1]), path.name))
 
 
 def _is_first_rank() -> bool:

@@ -123,16 +123,20 @@ def draw_curves(path: Path | str | Sequence[Path | str], png: Path | str, names:
     """Draw metrics over the steps into a PNG file, one panel for each of `names`.
 
     `path`: the file of a run, or of several runs, whose curves have the names of their folders. Raises BadInputError
-    for a file that is missing.
+    for a file that is missing, and for a name that no file has.
     """
     from matplotlib.figure import Figure
 
     paths = [Path(path)] if isinstance(path, (Path, str)) else [Path(one) for one in path]
     if missing := [str(one) for one in paths if not one.exists()]:
         raise BadInputError(f"there are no metrics in {', '.join(missing)}", argument="path")
+    runs = [(read_metrics(one), one.parent.name) for one in paths]
+    known = sorted({name for lines, _ in runs for line in lines for name in line})
+    if isinstance(names, str) or (known and not set(names) <= set(known)):
+        raise BadInputError(f"names must be a list of metrics, of {known}, got {names!r}", argument="names")
     figure = Figure(figsize=(4.5 * len(names), 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
-    for lines, label in [(read_metrics(one), one.parent.name) for one in paths]:
+    for lines, label in runs:
         for axes, name in zip(panels, names, strict=True):
             points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
             axes.plot([step for step, _ in points], [value for _, value in points], marker=".", label=label)

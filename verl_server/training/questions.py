@@ -18,11 +18,12 @@ SETTINGS_NAME = "settings.json"
 
 
 def read_tasks(path: Path | str) -> list[Task]:
-    """The lines `{"question": "...", "answer": "..."}` of a JSONL file as tasks with this question and this data.
+    """The lines `{"question": "...", "answer": "..."}` of a JSONL file as tasks.
 
-    A number as an answer becomes its text. Empty lines are left out. The id of a task is its number. Raises
-    BadInputError, which names the file and the line, for a file that is missing or has no questions, and for any other
-    line.
+    The data of a task is its whole line, with the answer as a text without white space around it. A line may have a
+    list of chat messages as `prompt` instead of the question. Empty lines are left out. The id of a task is its number.
+    Raises BadInputError, which names the file and the line, for a file that is missing or has no questions, and for any
+    other line.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # a text may contain other line separators
@@ -33,11 +34,15 @@ def read_tasks(path: Path | str) -> list[Task]:
         if line.strip():
             try:
                 value = json.loads(line)
-                tasks.append(_task(len(tasks), [], _text(value["question"]), _text(value["answer"])))
+                data = {**value, "answer": _text(value["answer"]).strip()}
+                if isinstance(value.get("prompt"), list):
+                    tasks.append(Task(str(len(tasks)), value["prompt"], data))
+                else:
+                    tasks.append(_task(len(tasks), [], data | {"question": _text(value["question"])}))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise BadInputError(
-                    f'{path}, line {number}: expected {{"question": "...", "answer": "..."}}, got {line[:80]!r} '
-                    f"({type(error).__name__}: {error})",
+                    f'{path}, line {number}: expected one JSON object in each line, {{"question": "...", "answer": '
+                    f'"..."}}, got {line[:80]!r} ({type(error).__name__}: {error})',
                     argument="path",
                 ) from error
     if not tasks:
@@ -57,23 +62,26 @@ def sum_tasks(max_number: int = 20, num_tests: int = 50) -> tuple[list[Task], li
     """Sums of two numbers from 1 to `max_number`: the tasks to train on and those to test with, in random order.
 
     `num_tests` pairs of numbers are for tests, in both orders, so that no test is a training task with its numbers
-    exchanged. 2 + 3 is in the prompt. The choice is the same in all runs.
+    exchanged. 2 + 3 is in the prompt. The choice is the same in all runs. Raises BadInputError if no pair is left to
+    train on.
     """
     numbers = range(1, max_number + 1)
     pairs = [pair for pair in itertools.combinations_with_replacement(numbers, 2) if pair != (2, 3)]
     pairs = random.Random(0).sample(pairs, len(pairs))
+    if not 0 < num_tests < len(pairs):
+        raise BadInputError(f"num_tests must be from 1 to {len(pairs) - 1}, got {num_tests}", argument="num_tests")
 
     def tasks(chosen: list[tuple[int, int]]) -> list[Task]:
         sums = [order for a, b in chosen for order in dict.fromkeys([(a, b), (b, a)])]
         random.Random(0).shuffle(sums)
-        return [_task(index, SUM_PROMPT, f"{a} + {b}", str(a + b)) for index, (a, b) in enumerate(sums)]
+        lines = [{"question": f"{a} + {b}", "answer": str(a + b)} for a, b in sums]
+        return [_task(index, SUM_PROMPT, line) for index, line in enumerate(lines)]
 
     return tasks(pairs[num_tests:]), tasks(pairs[:num_tests])
 
 
-def _task(index: int, before: list[Message], question: str, answer: str) -> Task:
-    data = {"question": question, "answer": answer}
-    return Task(str(index), [*before, {"role": "user", "content": question}], data)
+def _task(index: int, before: list[Message], data: dict[str, Any]) -> Task:
+    return Task(str(index), [*before, {"role": "user", "content": data["question"]}], data)
 
 
 def _text(value: object) -> str:
@@ -86,11 +94,12 @@ def keep_settings(run_dir: Path | str, settings: Mapping[str, Any]) -> None:
     """Write the settings of a run into its folder, or compare them with those that the run has begun with.
 
     A run that continues with another model, other data or another seed is another run, which its metrics do not show.
-    Values are compared as texts. Raises BadInputError, which names the settings that differ.
+    Values are compared as texts. A folder with nothing but the settings is that of a run that did not begin, which may
+    change them. Raises BadInputError, which names the settings that differ.
     """
     file = make_writable_folder("run_dir", run_dir) / SETTINGS_NAME
     texts = {name: str(value) for name, value in settings.items()}
-    if not file.exists():
+    if not file.exists() or [path.name for path in file.parent.iterdir()] == [SETTINGS_NAME]:
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps(texts, indent=1) + "\n", encoding="utf-8")
         partial.replace(file)

@@ -127,6 +127,7 @@ def _make_row(graph: TrajectoryGraph, leaf: int, shared: set[int], loss_weight: 
             loss_mask=[0] * length + sequence.loss_mask[length:],
             logprobs=[0.0] * length + sequence.logprobs[length:],
             weight_versions=[NO_VERSION] * length + sequence.weight_versions[length:],
+            temperatures=[1.0] * length + sequence.temperatures[length:],
         )
         # A reward of this path alone may belong to a token that is trained in another row or not at all.
         first = sequence.loss_mask.index(1)
@@ -205,9 +206,10 @@ def to_batch(
 ) -> TensorDict:
     """Convert paths to padded tensors with B rows.
 
-    `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` [B, R];
-    `input_ids`, `attention_mask`, `position_ids` [B, P + R]; `loss_weight` [B]. Masked positions have log prob 0, score
-    0 and weight version `NO_VERSION` (-1). A reward per token is stored at its token. A reward of a whole node is
+    `prompts` [B, P]; `responses`, `response_mask`, `rollout_log_probs`, `temperature`, `rm_scores`, `weight_versions`
+    [B, R]; `input_ids`, `attention_mask`, `position_ids` [B, P + R]; `loss_weight` [B]. `temperature` is the one that
+    the log prob contains. Masked positions have log prob 0, temperature 1, score 0 and weight version `NO_VERSION`
+    (-1). A reward per token is stored at its token. A reward of a whole node is
     stored at the last token of the node, or at the last sampled token before a node that the policy did not sample. A
     path without a sampled token has no response: its row is masked, and its reward is in no score. Tokens that several
     paths of one session have in common, for example before a fork, are trained in the row of the first of these paths
@@ -259,11 +261,11 @@ def to_packed(
 ) -> dict[str, torch.Tensor]:
     """Convert paths to tensors without padding, one path after the other.
 
-    The fields `input_ids`, `position_ids`, `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions` and
-    `loss_weight` (see `to_batch`) have the shape [T]. `cu_seqlens` [B + 1] (int32) has the offsets of the paths. Raises
-    BadInputError for the same paths as `to_batch`. With `vision`, `position_ids` are [4, T], and `pixel_values` and
-    `image_grid_thw` have the images of all paths, one after the other. With `expert_layout`, `routed_experts` are
-    [T, L, K].
+    The fields `input_ids`, `position_ids`, `response_mask`, `rollout_log_probs`, `temperature`, `rm_scores`,
+    `weight_versions` and `loss_weight` (see `to_batch`) have the shape [T]. `cu_seqlens` [B + 1] (int32) has the
+    offsets of the paths. Raises BadInputError for the same paths as `to_batch`. With `vision`, `position_ids` are [4,
+    T], and `pixel_values` and `image_grid_thw` have the images of all paths, one after the other. With `expert_layout`,
+    `routed_experts` are [T, L, K].
     """
     import torch
 
@@ -274,6 +276,7 @@ def to_packed(
         "position_ids": torch.tensor([position for length in lengths for position in range(length)]),
         "response_mask": torch.tensor([bit for row in rows for bit in row.sequence.loss_mask]),
         "rollout_log_probs": torch.tensor([logprob for row in rows for logprob in row.sequence.logprobs]),
+        "temperature": torch.tensor([value for row in rows for value in row.sequence.temperatures]),
         "rm_scores": torch.tensor([reward for row in rows for reward in row.rewards]),
         "weight_versions": torch.tensor([version for row in rows for version in row.sequence.weight_versions]),
         "loss_weight": torch.tensor([row.loss_weight for row in rows for _ in range(row.length)]),
@@ -328,12 +331,15 @@ def _response_fields(rows: Sequence[Row], width: int) -> dict[str, torch.Tensor]
     fields = {
         "response_mask": _zeros(rows, width),
         "rollout_log_probs": _zeros(rows, width).float(),
+        "temperature": torch.ones((len(rows), width)),
         "rm_scores": _zeros(rows, width).float(),
         "weight_versions": torch.full((len(rows), width), NO_VERSION),
     }
     for index, row in enumerate(rows):
         sequence = row.sequence
-        columns: list[Sequence[Any]] = [sequence.loss_mask, sequence.logprobs, row.rewards, sequence.weight_versions]
+        columns: list[Sequence[Any]] = [
+            sequence.loss_mask, sequence.logprobs, sequence.temperatures, row.rewards, sequence.weight_versions
+        ]  # fmt: skip
         for field, values in zip(fields.values(), columns, strict=True):
             response = values[row.prompt_length :]
             field[index, : len(response)] = torch.tensor(response, dtype=field.dtype)
@@ -373,10 +379,10 @@ def to_tree(graph: TrajectoryGraph, *, expert_layout: ExpertLayout | None = None
     """Convert all paths of a session to tensors that contain each node once. Shared turns are trained once.
 
     T is the number of all tokens, N the number of nodes. Fields [T]: `input_ids`, `position_ids` (counted along the
-    path), `response_mask`, `rollout_log_probs`, `rm_scores`, `weight_versions`, `node` (id of the token's node), and
-    `loss_weight`, the weight of the token in the loss: multiply it with `response_mask`. `parent` [N]: id of the parent
-    of each node, -1 for a root. A token must attend to the earlier tokens of its own node and to all tokens of the
-    node's ancestors.
+    path), `response_mask`, `rollout_log_probs`, `temperature`, `rm_scores`, `weight_versions`, `node` (id of the
+    token's node), and `loss_weight`, the weight of the token in the loss: multiply it with `response_mask`. `parent`
+    [N]: id of the parent of each node, -1 for a root. A token must attend to the earlier tokens of its own node and to
+    all tokens of the node's ancestors.
 
     The `loss_weight` of a token is the weight of the first trained segment (`TrajectoryGraph.trained_segments`) that
     contains the token: `to_batch` trains a token that several segments have in common in the row of the first of them.
@@ -401,6 +407,7 @@ def to_tree(graph: TrajectoryGraph, *, expert_layout: ExpertLayout | None = None
         "position_ids": torch.tensor(positions),
         "response_mask": torch.tensor(sequence.loss_mask),
         "rollout_log_probs": torch.tensor(sequence.logprobs),
+        "temperature": torch.tensor(sequence.temperatures),
         "rm_scores": torch.tensor(token_rewards(graph, graph.nodes)),
         "weight_versions": torch.tensor(sequence.weight_versions),
         "loss_weight": torch.tensor([weights[node] for node in sequence.node_ids], dtype=torch.float32),

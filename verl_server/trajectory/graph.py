@@ -95,6 +95,8 @@ class Node:
     tools_digest: str | None = None
     """Digest of the schemas of the tools in a first prompt of an episode. None for other nodes, and in recordings of
     earlier versions."""
+    temperature: float | None = None
+    """Temperature with which the tokens were sampled, and which their log probabilities contain. None is 1.0."""
 
 
 #: Fields of a node that say more about it. Files and exports have those that are set, under these names.
@@ -113,6 +115,7 @@ class NodeFields(TypedDict, total=False):
     routed_experts: str | None
     branch: str
     tools_digest: str | None
+    temperature: float | None
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ class TokenSequence:
     """Weight version of each token. `NO_VERSION` for tokens that the policy did not sample."""
     node_ids: list[int]
     """Id of the node that contains the token."""
+    temperatures: list[float]
+    """Temperature that the log probability of the token contains. 1.0 for tokens that the policy did not sample."""
 
     @property
     def prompt_length(self) -> int:
@@ -149,7 +154,7 @@ class TokenSequence:
 
 def concatenate_nodes(nodes: Sequence[Node]) -> TokenSequence:
     """The tokens of several nodes, one node after the other."""
-    sequence = TokenSequence([], [], [], [], [])
+    sequence = TokenSequence([], [], [], [], [], [])
     for node in nodes:
         count = len(node.token_ids)
         sequence.token_ids.extend(node.token_ids)
@@ -157,6 +162,7 @@ def concatenate_nodes(nodes: Sequence[Node]) -> TokenSequence:
         sequence.logprobs.extend(node.logprobs if node.sampled else [0.0] * count)
         sequence.weight_versions.extend(_weight_versions(node))
         sequence.node_ids.extend([node.id] * count)
+        sequence.temperatures.extend([node.temperature or 1.0] * count)
     return sequence
 
 
@@ -184,6 +190,8 @@ def validate_node(node: Node) -> None:
     count = len(node.token_ids)
     if set(map(type, node.token_ids)) - {int} or min(node.token_ids, default=0) < 0:
         raise BadInputError("token ids must be integers, 0 or more")
+    if node.temperature is not None and not (_are_finite([node.temperature]) and node.temperature > 0):
+        raise BadInputError(f"the temperature of sampled tokens must be above 0, got {node.temperature!r}")
     if not node.sampled:
         if node.logprobs or node.spans:
             raise BadInputError("log probabilities and weight versions are valid for sampled tokens only")
@@ -350,6 +358,7 @@ class TrajectoryGraph:
         routed_experts: str | None = None,
         branch: str = "",
         tools_digest: str | None = None,
+        temperature: float | None = None,
     ) -> Node:
         """Add a node below `parent` (None: a root) and return it.
 
@@ -371,6 +380,7 @@ class TrajectoryGraph:
             routed_experts=routed_experts,
             branch=branch,
             tools_digest=tools_digest,
+            temperature=temperature,
         )
         validate_node(node)
         if self._children.get(parent) and fork_reason is None:

@@ -82,10 +82,12 @@ def post(gateway: Gateway, key: str, path: str = CHAT, **fields: Any) -> httpx.R
 def test_sampling_params_of_a_session_replace_those_of_the_agent(
     gateway: Gateway, generate: ParamsGenerateFn, path: str
 ) -> None:
-    _, key = gateway.create_session(sampling_params={"temperature": 0.75})
+    info, key = gateway.create_session(sampling_params={"temperature": 0.75})
     reply = post(gateway, key, path, temperature=0, top_p=0.5, a_field_of_next_year={"a": 1})
     assert reply.status_code == 200, reply.text
     assert (generate.params["temperature"], generate.params["top_p"]) == (0.75, 0.5)
+    graph = load_session(gateway.config.run_dir / f"{info.id}.jsonl")
+    assert [node.temperature for node in graph.nodes if node.sampled] == [0.75], "its log probabilities contain it"
 
 
 def test_a_session_keeps_a_grammar_of_its_own(gateway: Gateway, generate: ParamsGenerateFn) -> None:

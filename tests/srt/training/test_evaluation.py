@@ -103,6 +103,10 @@ def test_tensors_are_metrics_and_other_values_are_named(tmp_path: Path, capsys: 
         MetricsWriter(tmp_path)
     with pytest.raises(BadInputError, match="there are no metrics in"):
         draw_curves(tmp_path / "other.jsonl", tmp_path / "curves.png", ["loss"])
+    writer.path.write_text('{"step": 1, "loss": 0.5}\n')
+    for names in (["los"], "loss"):
+        with pytest.raises(BadInputError, match=r"of \['loss', 'step'\], got"):
+            draw_curves(writer.path, tmp_path / "curves.png", names)
 
 
 @pytest.mark.slow
@@ -216,8 +220,30 @@ def test_an_incomplete_checkpoint_is_not_loaded_and_others_are_removed(tmp_path:
     assert load_checkpoint(tmp_path, model, optimizer) == 9
     save_checkpoint(tmp_path, 3, model, optimizer)  # a run that has gone back
     assert load_checkpoint(tmp_path, model, optimizer) == 3
-    with pytest.raises(BadInputError, match="step must be 0 or more"):
-        save_checkpoint(tmp_path, -1, model, optimizer)
+    for wrong in ({"step": -1}, {"step": "1"}, {"step": 1, "keep": 0}):
+        with pytest.raises(BadInputError, match=f"{list(wrong)[-1]} must be a whole number"):
+            save_checkpoint(tmp_path, **wrong, model=model, optimizer=optimizer)
+
+
+def test_several_checkpoints_stay_on_request(tmp_path: Path) -> None:
+    model, optimizer = make_trained_model(1)
+    for step in (1, 2, 3, 4):
+        save_checkpoint(tmp_path, step, model, optimizer, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003", "step-000004"]
+
+
+def test_a_folder_whose_last_checkpoint_is_not_known_is_no_new_run(tmp_path: Path) -> None:
+    """It would start at step 0, and the next save would remove the checkpoints."""
+    model, optimizer = make_trained_model(1)
+    save_checkpoint(tmp_path, 11, model, optimizer)
+    with pytest.raises(BadInputError, match="is itself a checkpoint"):
+        load_checkpoint(tmp_path / "step-000011", model, optimizer)
+    (tmp_path / "latest").unlink()
+    for call in (load_checkpoint, lambda *_: save_checkpoint(tmp_path, 1, model, optimizer)):
+        with pytest.raises(BadInputError, match=r"has the checkpoints step-000011, but no file 'latest'"):
+            call(tmp_path, model, optimizer)
+    (tmp_path / "latest").write_text("step-000011\n")
+    assert load_checkpoint(tmp_path, model, optimizer) == 11
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_of_the_same_step(
@@ -299,9 +325,13 @@ def test_parameters_of_the_optimizer_without_a_gradient(kind: Any, tmp_path: Pat
 
 def test_other_files_beside_checkpoints_stay(tmp_path: Path) -> None:
     (tmp_path / "step-notes.txt").touch()
+    for export in ("step-10-hf", "step-000010"):  # models that a user has written
+        (tmp_path / export).mkdir()
+        (tmp_path / export / "model.safetensors").touch()
     model, optimizer = make_trained_model(1)
     save_checkpoint(tmp_path, 1, model, optimizer)
     assert (tmp_path / "step-notes.txt").exists()
+    assert len(list(tmp_path.glob("*/model.safetensors"))) == 2
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:

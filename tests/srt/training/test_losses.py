@@ -66,11 +66,14 @@ def test_order_of_rows_and_order_of_groups_do_not_matter() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 6, 32])
-def test_a_group_of_equal_rewards_has_no_advantage(size: int, dtype: torch.dtype) -> None:
+def test_a_group_of_equal_rewards_has_no_advantage(
+    size: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also for rewards that are no sums of powers of two: a rounded mean would give all samples the same sign."""
     for reward in (2 / 3, 2.1111, 3.2222, 1 / 7):
         rewards = torch.full((size,), reward, dtype=dtype)
         assert group_advantages(rewards, torch.zeros(size, dtype=torch.long)).tolist() == [0.0] * size
+        assert "nothing is learned" in caplog.text
 
 
 # -- log probabilities -------------------------------------------------------------------------------
@@ -95,6 +98,19 @@ def make_padded_batch() -> tuple[TensorDict, list[tuple[list[int], list[int]]]]:
         "attention_mask": attention, "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
     }  # fmt: skip
     return TensorDict(batch, batch_size=[3]), samples
+
+
+def test_the_temperature_is_that_of_each_token_in_the_batch(model: Any) -> None:
+    batch, _ = make_padded_batch()
+    expected = response_logits(model, batch, temperature=0.5)
+    batch["temperature"] = torch.full(batch["responses"].shape, 0.5)
+    batch["temperature"][:, 1] = 2.0
+    found = response_logits(model, batch)
+    torch.testing.assert_close(found[:, 0], expected[:, 0])
+    torch.testing.assert_close(found[:, 1], expected[:, 1] / 4)
+    torch.testing.assert_close(response_logits(model, batch, temperature=0.5), expected)
+    with pytest.raises(BadInputError, match=r"temperature must be above 0, got 0\.0; the log probabilities of greedy"):
+        response_logprobs(model, batch, temperature=0.0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -181,6 +197,10 @@ def test_importance_weights_are_truncated_and_have_no_gradient() -> None:
     assert not weights.requires_grad
     with pytest.raises(BadInputError, match="cap must be above 0"):
         importance_weights(logprobs, logprobs, logprobs, cap=0.0)
+    with pytest.raises(BadInputError, match="logprobs come first"):
+        importance_weights(weights, logprobs, weights)
+    with pytest.raises(BadInputError, match=r"mask must have the shape \[1, 3\], got \[3\]"):
+        importance_weights(logprobs, weights, weights[0])
 
 
 def test_rows_are_padded_without_weight() -> None:
@@ -190,6 +210,8 @@ def test_rows_are_padded_without_weight() -> None:
     assert padded["response_mask"].sum(dim=1).tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
     assert batch["response_mask"].sum() == 6, "the batch itself is unchanged"
     assert pad_rows(batch, 3) is batch
+    with pytest.raises(BadInputError, match="multiple must be at least 1"):
+        pad_rows(batch, 0)
 
 
 def test_arguments_of_wrong_shape_are_named() -> None:
@@ -200,6 +222,10 @@ def test_arguments_of_wrong_shape_are_named() -> None:
         ({"advantages": torch.zeros(1)}, r"advantages must have the shape \[8\] or \[8, 1\] or \[8, 5\], got \[1\]"),
         ({"old_logprobs": None}, "old_logprobs must be a tensor, got NoneType"),
         ({"num_tokens": 0}, "num_tokens must be above 0"),
+        ({"advantages": torch.full((ROWS,), math.nan)}, "an advantage is not finite"),
+        ({"clip": 1.2}, "clip is the distance of the ratio from 1"),
+        ({"clip_high": -0.2}, "clip_high is the distance of the ratio from 1"),
+        ({"logprobs": [0.0]}, "logprobs must be a tensor, got list"),
     ]
     for change, message in changes:
         with pytest.raises(BadInputError, match=message):

@@ -100,6 +100,7 @@ def graphs(draw: st.DrawFn) -> TrajectoryGraph:
             fork_reason=draw(st.sampled_from(ForkReason)) if graph.children(parent) else None,
             finish_reason=draw(st.sampled_from([None, "stop", "length", "abort"])) if sampled else None,
             routed_experts=draw(st.sampled_from([None, "AAAA"])),
+            temperature=draw(st.sampled_from([None, 0.7])) if sampled else None,
             branch=draw(st.sampled_from(["", "0", "0.1", "1"])),
         )
     has_termination = draw(st.booleans())

@@ -277,6 +277,8 @@ def step_metrics(groups: Sequence[SampleGroup], ages: Sequence[int]) -> dict[str
     if rewards:
         metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
         metrics |= {"reward/min": min(rewards), "reward/max": max(rewards)}
+        values = [{sample.reward for sample in group.samples if sample.reward is not None} for group in groups]
+        metrics["groups/equal_rewards"] = fmean(len(found) < 2 for found in values)
     for name in {name for sample in succeeded for name in sample.rewards}:
         metrics[f"rewards/{name}"] = fmean(s.rewards[name] for s in succeeded if name in s.rewards)
     if succeeded:

@@ -251,6 +251,7 @@ class NodeDetails(BaseModel):
     routed_experts: str | None = None
     branch: str = ""
     tools_digest: str | None = None
+    temperature: FiniteFloat | None = None
     rewards: list[FiniteFloat] | None = None
     """Rewards of the node: one value, or one value per token."""
     message: Json | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_helpers import VLLM_PYTHON, needs_vllm
 
-from verl_server import VerlEngine
-from verl_server.agent import RolloutLimits, RolloutRunner, SingleTurnLoop, Task
+from verl_server import VerlEngine, training
+from verl_server.agent import AgentLoop, Episode, RolloutLimits, RolloutRunner, SingleTurnLoop, Task
 from verl_server.errors import BadInputError
 from verl_server.trajectory import get_renderer
 
@@ -123,6 +124,38 @@ def test_a_lora_adapter_equals_the_merged_model(engine: VerlEngine, policy: Any,
         assert gap_to(engine, policy, real_model, lora_path="a")[1] > 2 * found[1], "the adapter has an effect"
     finally:
         engine.unload_lora_adapter("a")
+
+
+def test_a_batch_has_the_temperatures_of_its_log_probabilities(
+    engine: VerlEngine, policy: Any, real_model: Path
+) -> None:
+    """Those of the runner and of single turns: the trainer computes the same values without being told."""
+
+    class TwoTurns(AgentLoop):
+        async def run(self, episode: Episode) -> None:
+            await episode.generate()
+            await episode.generate([{"role": "user", "content": "Again."}], temperature=1.5)
+
+    largest, mean = GAPS[engine.adapter.server_args["dtype"]]  # type: ignore[union-attr]
+    runner = RolloutRunner(
+        TwoTurns(), engine, renderer=get_renderer(AutoTokenizer.from_pretrained(real_model)),
+        limits=RolloutLimits(max_response_tokens=64), sampling_params={"temperature": 0.5, "max_new_tokens": 16},
+    )  # fmt: skip
+
+    async def run() -> Any:
+        tasks = [Task(text, [{"role": "user", "content": text}]) for text in QUESTIONS]
+        async with contextlib.aclosing(runner.steps(tasks, num_groups=len(tasks))) as steps:
+            return (await anext(steps)).batch()
+
+    batch = asyncio.run(run())
+    used = batch["response_mask"].bool()
+    assert set(batch["temperature"][used].tolist()) == {0.5, 1.5}
+    with torch.no_grad():
+        gaps = (training.response_logprobs(policy, batch) - batch["rollout_log_probs"])[used].abs()
+        wrong = (training.response_logprobs(policy, batch, temperature=1.0) - batch["rollout_log_probs"])[used].abs()
+    assert float(gaps.max()) < largest
+    assert float(gaps.mean()) < mean
+    assert float(wrong.mean()) > 2 * mean
 
 
 def test_a_response_that_is_cut_in_the_middle_of_a_character_keeps_its_tokens(
