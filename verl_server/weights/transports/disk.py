@@ -1,7 +1,8 @@
 """Transport for servers that share only a file system with the trainer: a safetensors file in a shared folder.
 
-The file gets its name when it is complete. The TP ranks write their reports as small files beside it. All files are
-removed at the end of the update.
+The file gets its name when it is complete. While the servers serve, a thread of each server reads it once: it is then
+in the page cache of the server's machine, and its checksums are known. The TP ranks write their reports as small files
+beside it. All files are removed at the end of the update.
 """
 
 from __future__ import annotations
@@ -10,21 +11,37 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from verl_server.errors import BadInputError, VerlServerError
+from verl_server.errors import BadInputError, UnsupportedError, VerlServerError
 from verl_server.types import Json
-from verl_server.weights.arena import ELEMENT_BYTES, ReceivedReport, Report, tensor_bytes
+from verl_server.weights.arena import (
+    ELEMENT_BYTES,
+    XXH3,
+    ReceivedReport,
+    Report,
+    compute_checksum,
+    tensor_bytes,
+)
 from verl_server.weights.manifest import SAFETENSORS_DTYPES
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 
 HEADER_ALIGNMENT = 64
+POLL_INTERVAL_S = 0.02
+OPENING_TIMEOUT_S = 10.0
+"""Seconds until the trainer must see that a server has begun to read: a network file system may show it late."""
+BEGUN = ".part"
+"""Suffix of a report that is not finished, and of one on a file that is being read."""
+STAGED = "-staged"
+"""Part of the name of a report on what was read before the pause."""
 FILE_NAME = re.compile(r"update-[0-9a-f]{32}\.safetensors")
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
@@ -33,6 +50,7 @@ class Sender(base.Sender):
     """Writes the tensors to a safetensors file, and reads the reports beside it."""
 
     name = "disk"
+    stages = True
 
     def __init__(self, settings: SenderSettings) -> None:
         super().__init__(settings)
@@ -92,31 +110,58 @@ class Sender(base.Sender):
             "first_receiver": attempt.first_receivers[member_index],
         }
 
+    def deliver(self, attempt: UpdateAttempt, checksums: Sequence[int], is_wanted: Callable[[], bool]) -> None:
+        """Wait until each server has read the file, and compare the checksums."""
+        started = time.monotonic()
+        for rank in self.receiving_ranks(attempt):
+            path = _report_path(self._path(attempt), rank.receiver, STAGED)
+            while not path.exists():
+                is_begun = path.with_suffix(BEGUN).exists()
+                kind, timeout_s = VerlServerError, self.settings.timeout_s
+                if not is_begun:
+                    kind, timeout_s = UnsupportedError, OPENING_TIMEOUT_S
+                if time.monotonic() > started + timeout_s:
+                    raise kind(f"{rank.label}: {self._no_report()}", servers=[rank.server])
+                time.sleep(POLL_INTERVAL_S)
+                os.listdir(self._folder)  # a client of a network file system asks its server again
+            received = _read_report(path, attempt)
+            if not received.report.ok:
+                reason = received.report.error
+                raise VerlServerError(f"{rank.label} could not stage the weights: {reason}", servers=[rank.server])
+            if received.checksums and received.checksums != list(checksums):
+                raise VerlServerError(f"{rank.label} read other weights than were written", servers=[rank.server])
+
+    def _no_report(self) -> str:
+        return (
+            f"the server has written no report to {self._folder}. Its machine does not see this folder of the "
+            "trainer, or may not write there: mount one file system at this path on both machines"
+        )
+
     def read_report(self, attempt: UpdateAttempt, receiver: int) -> ReceivedReport | None:
         try:
-            raw = json.loads(_report_path(self._path(attempt), receiver).read_text())
+            return _read_report(_report_path(self._path(attempt), receiver), attempt)
         except (OSError, ValueError):
-            problem = (
-                f"the server has written no report to {self._folder}. Its machine does not see this folder of the "
-                "trainer, or may not write there: mount one file system at this path on both machines"
-            )
-            return ReceivedReport(Report(attempt.id, ok=False, error=problem), [])
-        report = Report.from_json(raw["report"])
-        by_name: dict[str, int] = raw["checksums"]
-        has_all_checksums = report.ok and by_name  # a load that failed part-way has checksums of some tensors only
-        checksums = [by_name[name] for name in attempt.names] if has_all_checksums else []
-        return ReceivedReport(report, checksums)
+            return ReceivedReport(Report(attempt.id, ok=False, error=self._no_report()), [])
 
     def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
         path = self._path(attempt)
-        report_paths = [_report_path(path, rank.receiver) for rank in self.receiving_ranks(attempt)]
-        for unneeded in [path, *report_paths]:
+        receivers = [rank.receiver for rank in self.receiving_ranks(attempt)]
+        reports = [_report_path(path, receiver, kind) for receiver in receivers for kind in (STAGED, "")]
+        for unneeded in [path, *reports, *(report.with_suffix(BEGUN) for report in reports)]:
             with contextlib.suppress(OSError):
                 unneeded.unlink(missing_ok=True)
 
 
-def _report_path(weights_path: Path, receiver: int) -> Path:
-    return weights_path.with_suffix(f".{receiver}.json")
+def _report_path(weights_path: Path, receiver: int, kind: str = "") -> Path:
+    return weights_path.with_suffix(f".{receiver}{kind}.json")
+
+
+def _read_report(path: Path, attempt: UpdateAttempt) -> ReceivedReport:
+    raw = json.loads(path.read_text())
+    report = Report.from_json(raw["report"])
+    by_name: dict[str, int] = raw["checksums"]
+    has_all_checksums = report.ok and by_name  # a load that failed part-way has checksums of some tensors only
+    return ReceivedReport(report, [by_name[name] for name in attempt.names] if has_all_checksums else [])
 
 
 class Receiver(base.Receiver):
@@ -136,9 +181,35 @@ class Receiver(base.Receiver):
                 self._names.append(name)
                 yield name, file.get_tensor(name)
 
+    @classmethod
+    def open_only(cls, message: Json, tp_rank: int) -> None:
+        """Stage the update in a thread, while the server serves. The TP ranks of a server share the page cache."""
+        receiver = cls(message, tp_rank)
+        receiver._report_path(STAGED).with_suffix(BEGUN).touch()
+        threading.Thread(target=receiver._stage, name="verl-server-stage", daemon=True).start()
+
+    def _stage(self) -> None:
+        report, checksums = Report(self.message["update_id"], ok=True), list[int]()
+        try:
+            if self.tp_rank == 0:
+                is_verified = self.message["verify"] and self.message["checksum"] == XXH3
+                for _, tensor in self.tensors():
+                    checksums.append(compute_checksum(tensor) if is_verified else 0)
+                checksums = checksums if is_verified else []
+        except Exception as error:  # noqa: BLE001 - the error goes into the report
+            report = Report(self.message["update_id"], ok=False, error=f"{type(error).__name__}: {error}"[:1500])
+        with contextlib.suppress(OSError):  # the trainer names the folder when no report comes
+            self._write_report(report, checksums, STAGED)
+
+    def _report_path(self, kind: str) -> Path:
+        return _report_path(Path(self.message["file_path"]), self.message["first_receiver"] + self.tp_rank, kind)
+
     def send_report(self, report: Report, checksums: list[int]) -> None:
-        path = _report_path(Path(self.message["file_path"]), self.message["first_receiver"] + self.tp_rank)
-        incomplete = path.with_suffix(".part")
+        self._write_report(report, checksums)
+
+    def _write_report(self, report: Report, checksums: list[int], kind: str = "") -> None:
+        path = self._report_path(kind)
+        incomplete = path.with_suffix(BEGUN)
         by_name = dict(zip(self._names, checksums, strict=False))
         incomplete.write_text(json.dumps({"report": asdict(report), "checksums": by_name}))
         incomplete.rename(path)
