@@ -159,6 +159,7 @@ bench: setup clients setup-trainers
 	$(BIN)/python benchmarks/bench_startup.py
 	$(BIN)/python benchmarks/bench_weight_sync.py
 	$(BIN)/python benchmarks/bench_transports.py
+	$(BIN)/python benchmarks/bench_two_hosts.py
 	$(BIN)/python benchmarks/bench_router.py
 	$(BIN)/python benchmarks/bench_dispatch.py
 	$(BIN)/python benchmarks/bench_chaos.py

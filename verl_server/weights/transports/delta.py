@@ -154,12 +154,10 @@ class Sender(distributed.Sender):
         for start, stop in split_into_chunks([(0, len(memory))]):
             self.broadcast(memory[start:stop])
 
-    def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
-        """Take the tensors over into the base."""
-        super().finish(attempt, succeeded)
-        self._base_update_id = ""  # an interrupt leaves parts of two updates in the base
-        if not succeeded:
-            return
+    def deliver(self, attempt: UpdateAttempt, checksums: Sequence[int], is_wanted: Callable[[], bool]) -> None:
+        """Take the tensors over into the base when all mirrors have them: before the pause, because it takes time."""
+        self._base_update_id = ""  # a failure or an interrupt leaves parts of two updates in the base or in mirrors
+        super().deliver(attempt, checksums, is_wanted)
         if self._base is None:
             self._base = memoryview(mmap.mmap(-1, self.layout.size_bytes))
         if self._patch is not None:
@@ -169,6 +167,11 @@ class Sender(distributed.Sender):
             for old, new, _ in self._memory_pairs(self._base, attempt):
                 old[:] = new
         self._patch, self._base_update_id = None, attempt.id
+
+    def finish(self, attempt: UpdateAttempt, succeeded: bool) -> None:
+        super().finish(attempt, succeeded)
+        if not succeeded:
+            self._base_update_id = ""
 
     def close(self) -> None:
         super().close()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -121,7 +121,9 @@ class Sender(base.Sender):
                 if not is_begun:
                     kind, timeout_s = UnsupportedError, OPENING_TIMEOUT_S
                 if time.monotonic() > started + timeout_s:
-                    raise kind(f"{rank.label}: {self._no_report()}", servers=[rank.server])
+                    raise kind(
+                        f"{rank.label}: {self._no_report()}. The server keeps its weights", servers=[rank.server]
+                    )
                 time.sleep(POLL_INTERVAL_S)
                 os.listdir(self._folder)  # a client of a network file system asks its server again
             received = _read_report(path, attempt)
@@ -165,37 +167,45 @@ def _read_report(path: Path, attempt: UpdateAttempt) -> ReceivedReport:
 
 
 class Receiver(base.Receiver):
-    """Reads the tensors from the safetensors file."""
+    """Reads the tensors from the safetensors file, which `open_only` has mapped and read."""
+
+    _staging: ClassVar[Receiver | None] = None
+    """The update that this TP rank has staged last, or is staging now."""
 
     def __init__(self, message: Json, tp_rank: int) -> None:
         super().__init__(message, tp_rank)
         if not FILE_NAME.fullmatch(Path(message["file_path"]).name):
             raise PermissionError(f"{message['file_path']} is not a file that the transport 'disk' writes")
+        self._tensors: list[tuple[str, torch.Tensor]] = []
         self._names: list[str] = []
+        staging = Receiver._staging
+        if staging is not None and staging.message["update_id"] == message["update_id"]:
+            self._tensors, Receiver._staging = staging._tensors, None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors import safe_open
+        return iter(self._tensors)
 
-        with safe_open(self.message["file_path"], framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - the file object is no dict
-                self._names.append(name)
-                yield name, file.get_tensor(name)
+    def close(self) -> None:
+        self._names, self._tensors = [name for name, _ in self._tensors], []
 
     @classmethod
     def open_only(cls, message: Json, tp_rank: int) -> None:
-        """Stage the update in a thread, while the server serves. The TP ranks of a server share the page cache."""
-        receiver = cls(message, tp_rank)
+        """Stage the update in a thread, while the server serves: every page of the file is in its memory then."""
+        Receiver._staging = receiver = cls(message, tp_rank)
         receiver._report_path(STAGED).with_suffix(BEGUN).touch()
         threading.Thread(target=receiver._stage, name="verl-server-stage", daemon=True).start()
 
     def _stage(self) -> None:
+        from safetensors import safe_open
+
         report, checksums = Report(self.message["update_id"], ok=True), list[int]()
         try:
-            if self.tp_rank == 0:
-                is_verified = self.message["verify"] and self.message["checksum"] == XXH3
-                for _, tensor in self.tensors():
-                    checksums.append(compute_checksum(tensor) if is_verified else 0)
-                checksums = checksums if is_verified else []
+            with safe_open(self.message["file_path"], framework="pt") as file:
+                self._tensors = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - no dict
+            checksums = [compute_checksum(tensor) for _, tensor in self._tensors]
+            if not self.message["verify"] or self.message["checksum"] != XXH3:
+                checksums = []
+            self._names = [name for name, _ in self._tensors]
         except Exception as error:  # noqa: BLE001 - the error goes into the report
             report = Report(self.message["update_id"], ok=False, error=f"{type(error).__name__}: {error}"[:1500])
         with contextlib.suppress(OSError):  # the trainer names the folder when no report comes
