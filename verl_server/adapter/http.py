@@ -294,7 +294,7 @@ class HttpClient:
         for loop in [known for known in self._pools if known.is_closed()]:
             pool = self._pools.pop(loop, None)
             if pool is not None and pool.session.connector is not None:
-                close_without_loop(pool.session.connector)
+                close_now(pool.session.connector)
 
     async def aclose(self) -> None:
         """Close the connection pool of the running event loop."""
@@ -341,9 +341,8 @@ class _Pool:
         """
         self.failed.set()
         self.close_responses()
-        if self.session.connector is not None:
-            task = asyncio.ensure_future(self.session.connector.close())
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if self.session.connector is not None:  # now: the event loop may end before another task of it runs
+            close_now(self.session.connector)
 
     def close_responses(self) -> None:
         """End the calls that read a body. Closing the session ends only the calls that wait for an answer."""
@@ -414,11 +413,11 @@ class _Request(AbstractAsyncContextManager[aiohttp.ClientResponse]):
         return DeadlineError(message, operation=self._endpoint.path, seconds=seconds, url=url)
 
 
-def close_without_loop(connector: aiohttp.BaseConnector) -> None:
-    """Close the connections of an event loop that has been closed."""
+def close_now(connector: aiohttp.BaseConnector) -> None:
+    """Close the connections without waiting, also those of an event loop that has been closed."""
     closing = connector.close().__await__()
     with suppress(StopIteration):
-        next(closing)  # runs without an event loop, because nothing has to be awaited
+        next(closing)  # closes them; what would follow waits for the other end
     closing.close()
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self, cast
 
 import aiohttp
 
-from verl_server.adapter.http import close_without_loop
+from verl_server.adapter.http import close_now
 from verl_server.adapter.sglang.replies import parse_json_or_text
 from verl_server.adapter.sglang.requests import plain_request, split_batch
 from verl_server.errors import BadInputError, DeadlineError, ServerError, ShutDownError, VerlServerError, from_wire
@@ -174,7 +174,7 @@ class RouterClient:
         if self._session is not None and self._loop is not loop:
             # The sockets of a loop that has been closed are closed here. A loop that still runs keeps its calls.
             if self._loop is not None and self._loop.is_closed() and self._session.connector is not None:
-                close_without_loop(self._session.connector)
+                close_now(self._session.connector)
             self._session = None
         if self._session is None:
             self._loop = loop

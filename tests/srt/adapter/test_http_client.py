@@ -28,7 +28,14 @@ from stub_servers import serving
 from verl_server import AdapterConfig, AsyncHttpServerEngineAdapter, RemoteServer, Timeouts
 from verl_server.adapter.blocking import EventLoopThread
 from verl_server.adapter.sglang.replies import require_answers
-from verl_server.errors import BadInputError, DeadlineError, ServerDiedError, ServerError, UnsupportedError
+from verl_server.errors import (
+    BadInputError,
+    DeadlineError,
+    ServerDiedError,
+    ServerError,
+    ShutDownError,
+    UnsupportedError,
+)
 from verl_server.router.client import RouterClient
 from verl_server.router.dispatcher import Dispatcher
 from verl_server.router.process.static_replicas import StaticReplicas
@@ -158,6 +165,32 @@ def test_closed_event_loops_are_not_kept() -> None:
         asyncio.run(run())
     gc.collect()
     assert sum(loop() is not None for loop in loops) <= 1
+
+
+def test_an_event_loop_that_ends_after_a_shutdown_reports_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A program's last lines are often the end of `with VerlEngine(...)` and of `asyncio.run`."""
+
+    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+        return web.json_response({"weight_version": "3"})
+
+    async def run(url: str) -> None:
+        adapter = AsyncHttpServerEngineAdapter.attach(url)
+        await adapter.get_model_info()
+        adapter.fail(ShutDownError("the engine was shut down"))
+
+    async def serve() -> None:
+        async with serving(web.Server(answer)) as url:
+            urls.append(url)
+            await asyncio.Event().wait()
+
+    urls, other_loop = list[str](), EventLoopThread()
+    serving_future = other_loop.submit(serve())
+    wait_until(lambda: bool(urls), 10.0, "no server")
+    asyncio.run(run(urls[0]))
+    gc.collect()
+    serving_future.cancel()
+    other_loop.close()
+    assert not caplog.records
 
 
 def test_the_error_of_a_blocking_call_is_freed_without_the_garbage_collector() -> None:
