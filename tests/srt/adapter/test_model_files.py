@@ -32,8 +32,14 @@ def empty(folder: Path) -> None:
     (folder / "notes.txt").touch()
 
 
+def leave_an_adapter(folder: Path) -> None:
+    empty(folder)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "base", "r": 8}))
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (empty, r"no config.json: it is not a model's folder. It has: notes.txt"),
+    "adapter": (leave_an_adapter, "is a LoRA adapter of base: serve that model with enable_lora=True"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "no file with weights; load_format='dummy'"),
     "truncated": (truncate, rf"incomplete: {WEIGHTS} has \d+ bytes but should have \d+"),

@@ -554,3 +554,30 @@ def test_a_limit_that_the_loop_catches_is_the_stop_reason(
     """Unless the branch goes on at the end of another branch."""
     sample = run(agent, renderer, limits=limits, reward=lambda sample: 1.0)
     assert (sample.stop_reason, sample.num_turns, sample.reward) == (expected, num_turns, 1.0)
+
+
+def test_a_reward_with_the_parameters_of_another_library_is_named(renderer: ChatRenderer) -> None:
+    def exact(sample: Sample, answer: str) -> float:
+        return float(sample.text == answer)
+
+    sample = run(SingleTurnLoop(), renderer, reward=exact)
+    assert "the reward function 'reward' is called with one argument, the sample" in (sample.error or {})["message"]
+    assert "(sample: 'Sample', answer: 'str')" in (sample.error or {})["message"]
+
+
+@pytest.mark.parametrize(
+    "params", [{"repetition_penalty": 1.2}, {"logit_bias": {"3": 1.0}}, {"regex": "[a-z]+", "min_new_tokens": 2}]
+)
+def test_what_a_trainer_does_not_compute_is_warned_of(
+    params: dict[str, Any], renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner_of(SingleTurnLoop(), renderer, lambda prompt: "yes", sampling_params=params)
+    assert f"log probabilities contain the effect of {', '.join(sorted(params))}, and a trainer" in caplog.text
+    caplog.clear()
+    runner_of(SingleTurnLoop(), renderer, lambda prompt: "yes", sampling_params={"temperature": 0.5, "top_p": 0.9})
+    assert not caplog.records
+
+
+def test_the_seed_of_vllm_has_another_name_here(renderer: ChatRenderer) -> None:
+    with pytest.raises(BadInputError, match="'seed' is no sampling parameter of an agent; write sampling_seed"):
+        runner_of(SingleTurnLoop(), renderer, lambda prompt: "yes", sampling_params={"seed": 1})

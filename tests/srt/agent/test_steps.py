@@ -139,6 +139,7 @@ def test_endless_tasks_are_read_when_a_sample_can_run(renderer: ChatRenderer, as
                 assert all(number % 2 for number in numbers_of(step))
                 assert step.metrics["reward/mean"] == 1.5
                 assert step.metrics["groups/rejected"] >= 5
+                assert step.metrics["groups/equal_rewards"] == 0
                 await settle()
                 assert policy.num_in_flight == 0, "samples of the next step were generated with the old weights"
         assert len(read) <= 20 + 20 + 5
