@@ -281,6 +281,11 @@ class HttpClient:
             pool = self._pools[loop] = _Pool(session)
         return pool
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `fail` was called: the server has ended, or the adapter was shut down."""
+        return self._failure is not None
+
     def fail(self, error: VerlServerError) -> None:
         """Make every call in flight and every later call raise `error`. May be called from any thread."""
         self._failure = self._failure or error

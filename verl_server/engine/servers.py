@@ -9,7 +9,7 @@ import inspect
 import itertools
 import os
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -171,6 +171,10 @@ class HttpServers(Servers):
                 url=adapter.base_url,
             )
         return self.weight_version
+
+    def find_lost(self) -> Collection[str]:
+        servers = zip(self._adapters, self._members, strict=True)
+        return [member.name for adapter, member in servers if adapter.asynchronous.connection.http.has_failed]
 
     def pause(self, mode: PauseMode) -> None:
         """Pause all servers. A server with released memory is not paused: it runs no requests."""

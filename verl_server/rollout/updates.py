@@ -220,6 +220,9 @@ class FleetUpdates(Servers):
             finally:
                 self._fleet.set_admission_paused(False)
 
+    def find_lost(self) -> Collection[str]:
+        return [name for name, server in self._servers.items() if not self._fleet.is_used(server)]
+
     def begin_weight_update(self) -> None:
         def begin(adapter: HttpServerEngineAdapter) -> None:
             if not adapter.released_memory and not adapter.paused:  # a server that takes part since the second attempt

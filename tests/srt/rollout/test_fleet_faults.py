@@ -256,7 +256,7 @@ def push(fleet: TestFleet, sender: shared_memory.Sender, version: int, replay: R
 
     checksums = [compute_checksum(sender.arena.tensor("weight"))]
     update = StagedUpdate(servers, sender, validated, ["weight"], checksums, Manifest({"weight": SPEC}))
-    update.commit(weights_are_torn=fleet.fleet.update_incomplete)
+    update.commit(fleet.fleet.update_incomplete, may_serve=True)
     servers.published(version, True, replay)
     assert resume_twice(servers, "after the update") is None
 

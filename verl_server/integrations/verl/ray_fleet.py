@@ -110,6 +110,10 @@ class RayTarget(Servers):
     def resume(self) -> None:
         self.call("resume")
 
+    def find_lost(self) -> Collection[str]:
+        lost: Collection[str] = self.call("find_lost")
+        return lost
+
     def begin_weight_update(self) -> None:
         self.call("begin_weight_update")
 

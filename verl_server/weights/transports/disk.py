@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import threading
@@ -34,6 +35,7 @@ from verl_server.weights.manifest import SAFETENSORS_DTYPES
 from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 
+logger = logging.getLogger(__name__)
 HEADER_ALIGNMENT = 64
 POLL_INTERVAL_S = 0.02
 OPENING_TIMEOUT_S = 10.0
@@ -116,7 +118,9 @@ class Sender(base.Sender):
         for rank in self.receiving_ranks(attempt):
             path = _report_path(self._path(attempt), rank.receiver, STAGED)
             while not path.exists():
-                is_begun = path.with_suffix(BEGUN).exists()
+                is_begun = path.with_suffix(BEGUN).exists() or path.exists()
+                if not is_wanted():
+                    raise VerlServerError("a server has ended while it read the weights")
                 kind, timeout_s = VerlServerError, self.settings.timeout_s
                 if not is_begun:
                     kind, timeout_s = UnsupportedError, OPENING_TIMEOUT_S
@@ -125,8 +129,12 @@ class Sender(base.Sender):
                         f"{rank.label}: {self._no_report()}. The server keeps its weights", servers=[rank.server]
                     )
                 time.sleep(POLL_INTERVAL_S)
-                os.listdir(self._folder)  # a client of a network file system asks its server again
-            received = _read_report(path, attempt)
+                with contextlib.suppress(OSError):
+                    os.listdir(self._folder)  # a client of a network file system asks its server again
+            try:
+                received = _read_report(path, attempt)
+            except (OSError, ValueError, KeyError) as error:
+                raise VerlServerError(f"the report of {rank.label} cannot be read: {error}") from error
             if not received.report.ok:
                 reason = received.report.error
                 raise VerlServerError(f"{rank.label} could not stage the weights: {reason}", servers=[rank.server])
@@ -149,7 +157,7 @@ class Sender(base.Sender):
         path = self._path(attempt)
         receivers = [rank.receiver for rank in self.receiving_ranks(attempt)]
         reports = [_report_path(path, receiver, kind) for receiver in receivers for kind in (STAGED, "")]
-        for unneeded in [path, *reports, *(report.with_suffix(BEGUN) for report in reports)]:
+        for unneeded in [path, path.with_suffix(BEGUN), *reports, *(report.with_suffix(BEGUN) for report in reports)]:
             with contextlib.suppress(OSError):
                 unneeded.unlink(missing_ok=True)
 
@@ -208,8 +216,14 @@ class Receiver(base.Receiver):
             self._names = [name for name, _ in self._tensors]
         except Exception as error:  # noqa: BLE001 - the error goes into the report
             report = Report(self.message["update_id"], ok=False, error=f"{type(error).__name__}: {error}"[:1500])
-        with contextlib.suppress(OSError):  # the trainer names the folder when no report comes
-            self._write_report(report, checksums, STAGED)
+        begun = self._report_path(STAGED).with_suffix(BEGUN)
+        try:
+            if Path(self.message["file_path"]).exists():  # else the trainer has given up
+                self._write_report(report, checksums, STAGED)
+        except OSError:
+            logger.exception("the report on the weights in %s cannot be written", self.message["file_path"])
+        with contextlib.suppress(OSError):  # the trainer does not wait for a report that does not come
+            begun.unlink(missing_ok=True)
 
     def _report_path(self, kind: str) -> Path:
         return _report_path(Path(self.message["file_path"]), self.message["first_receiver"] + self.tp_rank, kind)

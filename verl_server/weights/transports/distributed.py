@@ -110,7 +110,7 @@ def group_whole_tensors(
 class Mirror:
     """One process's mapping of a mirror and of its progress. The machine's leading receiver creates the mirror."""
 
-    COMPLETE, FAILED = 1, 2
+    COMPLETE, FAILED = 0xFFFFFFFE, 0xFFFFFFFF
     """Progress of an update that is in the mirror, and of one that failed."""
 
     def __init__(self, file: SharedMemoryFile, size_bytes: int) -> None:
@@ -148,11 +148,11 @@ class Mirror:
         return memory_contains(self._file.memory, tensor)
 
     def set_progress(self, update_id: str, progress: int) -> None:
-        """Record that an update is `COMPLETE` or has `FAILED`."""
+        """Record how many chunks of an update have arrived, that it is `COMPLETE`, or that it has `FAILED`."""
         self._progress[0] = zlib.crc32(update_id.encode()) << 32 | progress
 
     def progress(self, update_id: str) -> int:
-        """`COMPLETE`, `FAILED`, or 0 while the update arrives."""
+        """`COMPLETE`, `FAILED`, or the number of chunks that have arrived."""
         word = self._progress[0]
         return word & 0xFFFFFFFF if word >> 32 == zlib.crc32(update_id.encode()) else 0
 
@@ -169,6 +169,10 @@ class Mirror:
 
 FORMING_TIMEOUT_S = 60.0
 """Seconds that the members of a broadcast group have to find each other."""
+LATER_S = 15.0
+"""Seconds by which receivers wait longer than the trainer, which knows who is missing."""
+CONSEQUENCES = ("ConnectionError", "DeadlineError", "RuntimeError", "ServerError", "TimeoutError")
+"""Exceptions of a receiver that another member of the group may have caused."""
 
 
 def open_store(host: str, timeout_s: float) -> Any:
@@ -299,6 +303,7 @@ def wait_for_receivers(
                 f"receivers {missing} of {num_receivers} did not join the broadcast within {timeout_s:g} s",
                 operation="broadcast",
                 seconds=timeout_s,
+                receivers=missing,
             )
         time.sleep(interval_s)
         interval_s = min(2 * interval_s, MAX_POLL_INTERVAL_S)
@@ -361,7 +366,13 @@ class Membership(ABC):
     def announce_and_wait(self, num_receivers: int) -> ReceiverPlacement:
         """Announce this receiver, and wait until all receivers have announced themselves."""
         self.store.set(arrival_key(self.group_name, self.receiver), machine_id())
-        return wait_for_receivers(self.store, self.group_name, num_receivers, is_wanted=lambda: not self.is_cancelled())
+        return wait_for_receivers(
+            self.store,
+            self.group_name,
+            num_receivers,
+            is_wanted=lambda: not self.is_cancelled(),
+            timeout_s=FORMING_TIMEOUT_S + LATER_S,
+        )
 
     def form(self, form_group: Callable[[Any], Any]) -> Any:
         """The process group that `form_group(store)` forms. Raises ConnectionError if the trainer does not form it."""
@@ -553,7 +564,7 @@ class Sender(base.Sender):
         try:
             self._send_to_group(attempt, lambda: is_wanted() and not (self.stages and has_failed()))
             if self.stages:
-                self._wait_until_staged(attempt, has_failed)
+                self._wait_until_staged(attempt, lambda: is_wanted() and not has_failed())
         except (RuntimeError, VerlServerError) as error:
             failure = (
                 error
@@ -566,18 +577,23 @@ class Sender(base.Sender):
 
     def _send_to_group(self, attempt: UpdateAttempt, is_wanted: Callable[[], bool]) -> None:
         if self.group is None:
-            placement = wait_for_receivers(self.store, self.group_name, attempt.num_receivers, is_wanted)
+            try:
+                placement = wait_for_receivers(self.store, self.group_name, attempt.num_receivers, is_wanted)
+            except DeadlineError as error:
+                ranks = list(self.receiving_ranks(attempt))
+                error.details["servers"] = sorted({ranks[number].server for number in error.details["receivers"]})
+                raise
             self.group = self.connect_group(placement)
         self.send(attempt, is_wanted)
 
-    def _wait_until_staged(self, attempt: UpdateAttempt, has_failed: Callable[[], bool]) -> None:
+    def _wait_until_staged(self, attempt: UpdateAttempt, is_wanted: Callable[[], bool]) -> None:
         """Wait for the report of each TP rank. Raises VerlServerError."""
         ranks = list(self.receiving_ranks(attempt))
         keys = [report_key(self.group_name, staged_id(attempt.id), rank.receiver) for rank in ranks]
         deadline = time.monotonic() + self.settings.timeout_s
         while not self.store.check(keys):
-            if has_failed():
-                raise VerlServerError("a server could not stage the weights")
+            if not is_wanted():
+                raise VerlServerError("a server has ended, or could not stage the weights")
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in zip(ranks, keys, strict=True) if not self.store.check([key])]
                 raise DeadlineError(
@@ -590,11 +606,17 @@ class Sender(base.Sender):
 
     def _staging_error(self, attempt: UpdateAttempt, error: VerlServerError) -> VerlServerError:
         """The error that a TP rank has reported while it received the weights, else `error`, which follows from it."""
-        for rank in self.receiving_ranks(attempt):
-            received = self.read_report(replace(attempt, id=staged_id(attempt.id)), rank.receiver)
-            if received is not None and not received.report.ok:
-                reason = received.report.error
-                return VerlServerError(f"{rank.label} could not stage the weights: {reason}", servers=[rank.server])
+        ranks, staged = list(self.receiving_ranks(attempt)), replace(attempt, id=staged_id(attempt.id))
+        reports = {rank: received.report for rank in ranks if (received := self.read_report(staged, rank.receiver))}
+        failed = {rank: str(report.error) for rank, report in reports.items() if not report.ok}
+        causes = [rank for rank, reason in failed.items() if not reason.startswith(CONSEQUENCES)]
+        if causes:
+            servers = sorted({rank.server for rank in causes})
+            message = f"{causes[0].label} could not stage the weights: {failed[causes[0]]}"
+            return VerlServerError(message, servers=servers)
+        silent = sorted({rank.server for rank in ranks if rank not in reports})
+        if failed and silent and not error.details.get("servers"):  # the others have waited for these
+            error.details["servers"] = silent
         return error
 
     def _verify_staged(self, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
@@ -627,6 +649,8 @@ class Sender(base.Sender):
         """Broadcast the update's bytes. Raises RuntimeError or VerlServerError."""
         memory = self.arena.memory
         for start, stop in split_into_chunks(byte_ranges_of(self.layout.table(attempt.names))):
+            if not is_wanted():
+                raise VerlServerError("a server has ended, or could not stage the weights")
             self.broadcast(memory[start:stop])
 
     def broadcast(self, memory: memoryview) -> None:
@@ -701,18 +725,19 @@ class Receiver(base.Receiver):
     def open_only(cls, message: Json, tp_rank: int) -> None:
         """Stage the update in a thread, while the server serves."""
         earlier, staging = Receiver._staging, cls(message, tp_rank)
-        staging._earlier_thread = None if earlier is None else earlier._thread
-        Receiver._staging = staging
+        staging._earlier, Receiver._staging = earlier, staging
         staging._thread.start()
 
-    _earlier_thread: threading.Thread | None = None
+    _earlier: Receiver | None = None
+    """The update that was staged before, until this one begins."""
 
     def _stage(self) -> None:
         """Fill the mirror, or wait until the leader of the machine has filled it. Reports to the trainer."""
         update_id = self.message["update_id"]
         try:
-            if self._earlier_thread is not None:
-                self._earlier_thread.join()  # it uses the mirror; it ends, because every broadcast has a deadline
+            if self._earlier is not None and self._earlier.message["group_name"] == self.message["group_name"]:
+                self._earlier._thread.join()  # it has sent its report: the trainer forms a new group otherwise
+            self._earlier = None
             self.member = MirrorMember.current_or_new(self.message, self.tp_rank)
             table = self.member.table(self.message["table_key"])
             self.rows, self.tensor_ranges = self.member.rows(self.message["table_key"]), byte_ranges_of(table)
@@ -733,9 +758,10 @@ class Receiver(base.Receiver):
     def _report_failure(self, error: Exception) -> None:
         """Tell the trainer, and the TP ranks that wait for this machine's mirror."""
         update_id, member = self.message["update_id"], MirrorMember.of_group(self.message["group_name"])
-        if member is not None and member.group is not None:
-            member.mirror.set_progress(update_id, Mirror.FAILED)
-        MirrorMember.leave_current()  # the trainer forms a new group
+        if member is not None:
+            if member.group is not None:
+                member.mirror.set_progress(update_id, Mirror.FAILED)
+            MirrorMember.leave_current()  # the trainer forms a new group
         report = Report(staged_id(update_id), ok=False, error=f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS])
         receiver = self.message["first_receiver"] + self.tp_rank
         with contextlib.suppress(ConnectionError, RuntimeError):  # the trainer has ended
@@ -746,14 +772,17 @@ class Receiver(base.Receiver):
 
     def receive(self) -> None:
         """On the leader: receive the bytes of the update into the mirror."""
-        for start, stop in self.chunks:
+        for num_chunks, (start, stop) in enumerate(self.chunks, 1):
             broadcast_memory(self.member.group, self.member.mirror.view[start:stop], self.message["timeout_s"])
+            self.member.mirror.set_progress(self.message["update_id"], num_chunks)
 
     def _wait_for_mirror(self) -> None:
         """Wait until the leader of this machine has filled the mirror."""
-        deadline = time.monotonic() + self.message["timeout_s"]
+        deadline, last = time.monotonic() + self.message["timeout_s"], 0
         mirror, update_id = self.member.mirror, self.message["update_id"]
         while (progress := mirror.progress(update_id)) != Mirror.COMPLETE:
+            if progress != last:  # the deadline is that of one chunk, as on the leader
+                deadline, last = time.monotonic() + self.message["timeout_s"], progress
             if progress == Mirror.FAILED:
                 raise ConnectionError("the broadcast failed: see the log of the leading TP rank of this machine")
             if self.member.is_cancelled():

@@ -174,6 +174,10 @@ class Servers(ABC):
         """
         return 0
 
+    def find_lost(self) -> Collection[str]:
+        """Names of the members of the attempt whose processes have ended, or are being ended. Sends no request."""
+        return ()
+
     @abstractmethod
     def pause(self, mode: PauseMode) -> None:
         """Pause generation on every member. `mode` says what happens to running requests."""

@@ -229,26 +229,26 @@ class StagedUpdate:
     paused_at: float = math.nan
     """Time of `time.monotonic` just before the servers were paused."""
 
-    def commit(self, weights_are_torn: bool) -> UpdateAttempt:
+    def commit(self, weights_are_torn: bool, *, may_serve: bool) -> UpdateAttempt:
         """The steps until the reports are verified. Returns the successful attempt; the update can be published then.
 
-        `weights_are_torn`: the servers held torn weights before the update.
+        `weights_are_torn`: the servers held torn weights before the update. `may_serve`: they hold whole weights of
+        this trainer, and may serve while the tensors travel. Others may be paused, because an earlier trainer has left
+        torn weights, and must not continue before they are loaded.
 
         Raises TornWeightsError when a server may hold a part of the update. An exception that is not of this library,
         for example KeyboardInterrupt, is raised unchanged: the weights are torn if `may_have_loaded` is true.
         Generation continues only with whole weights: after an error if nothing was loaded and the weights were whole
         before.
         """
-        self.paused_at = time.monotonic()
-        stages_first = self.sender.stages and not weights_are_torn
-        attempt = self._staged_attempt() if stages_first else self._new_attempt()
+        self.paused_at, stages = time.monotonic(), self.sender.stages
         try:
+            attempt = self._staged_attempt(is_serving=may_serve) if stages else self._new_attempt()
             if attempt.members:  # else all servers of a fleet are started again, and then get the weights by `replay`
-                with self._prepared(attempt, is_staged=stages_first):
-                    self.paused_at = time.monotonic()
-                    self.servers.pause(self.validated.pause_mode)
-                    if self.sender.stages and not stages_first:
-                        self._stage(attempt)
+                with self._prepared(attempt, is_staged=stages):
+                    if may_serve or not stages:
+                        self.paused_at = time.monotonic()
+                        self.servers.pause(self.validated.pause_mode)
                     self._load_and_verify(attempt)
         except TornWeightsError as error:
             leave_out_failed(self.servers, error)
@@ -330,27 +330,33 @@ class StagedUpdate:
             raise
         self.sender.finish(attempt, succeeded=True)
 
-    def _staged_attempt(self) -> UpdateAttempt:
-        """An attempt whose tensors are on the machines of all its servers. They serve the earlier weights meanwhile.
+    def _staged_attempt(self, *, is_serving: bool) -> UpdateAttempt:
+        """An attempt whose tensors are on the machines of all its servers.
 
-        A failure is tried again as often as one of a load: once, and without the servers that fail repeatedly. Raises
+        `is_serving`: the servers serve the earlier weights meanwhile. Otherwise they are paused from here on. A failure
+        is tried again as often as one of a load: once, and without the servers that fail repeatedly. Raises
         VerlServerError; then the weights of the servers have not changed.
         """
-        num_failures = 0
+        servers, num_failures = self.servers, 0
         while True:
             attempt = self._new_attempt()
             if not attempt.members:
                 return attempt
             try:
                 self.sender.prepare(attempt)
-                self._stage(attempt, is_serving=True)
+                if not is_serving:
+                    servers.pause(self.validated.pause_mode)
+                self._stage(attempt, is_serving=is_serving)
             except VerlServerError as error:
                 self.sender.finish(attempt, succeeded=False)
                 num_failures += 1
-                is_final = isinstance(error, (ServerDiedError, ShutDownError, UnsupportedError))
-                if is_final or not (leave_out_failed(self.servers, error) or num_failures == 1) or num_failures == 3:
+                left_out = leave_out_failed(servers, error)
+                is_final = isinstance(error, UnsupportedError) and not servers.can_leave_out
+                if isinstance(error, (ServerDiedError, ShutDownError)) or is_final or num_failures == 3:
                     raise
-                logger.warning("%s The weights are sent again; the servers serve meanwhile.", error.message)
+                if num_failures == 2 and not left_out:
+                    raise
+                logger.warning("%s The weights are sent again.", error.message)
             except BaseException:
                 self.sender.finish(attempt, succeeded=False)
                 raise
@@ -362,20 +368,35 @@ class StagedUpdate:
 
         SGLang takes no request about weights between the steps of a generation unless it is paused.
         """
+        servers = self.servers
         try:
             try:
                 if is_serving:
-                    self.servers.pause(PauseMode.IN_PLACE)
-                with open_session(self.servers):
+                    servers.pause(PauseMode.IN_PLACE)
+                with open_session(servers):
                     messages = [{**message, "opens_only": True} for message in self._messages(attempt)]
-                    self.servers.load(messages, None, flush_cache=False)
+                    servers.load(messages, None, flush_cache=False)
             finally:
                 if is_serving:
-                    resume_unchanged(self.servers)
-            self.sender.deliver(attempt, self.checksums, is_wanted=lambda: True)
+                    resume_unchanged(servers)
+            self.sender.deliver(attempt, self.checksums, is_wanted=self._watch_members())
         except BaseException as error:
             self.sender.abandon(error)
+            if isinstance(error, VerlServerError) and (lost := servers.find_lost()):
+                error.details["servers"] = sorted(lost)
             raise
+
+    def _watch_members(self) -> Callable[[], bool]:
+        """A function that says whether all members still run. It asks once a second."""
+        until, are_running = 0.0, True
+
+        def all_run() -> bool:
+            nonlocal until, are_running
+            if time.monotonic() > until:
+                are_running, until = not self.servers.find_lost(), time.monotonic() + 1.0
+            return are_running
+
+        return all_run
 
     def _messages(self, attempt: UpdateAttempt) -> list[Json]:
         """The message for the loaders of each member."""
@@ -535,6 +556,8 @@ class StagedUpdater(WeightUpdater):
         self._is_node_leader = ranks.placement.is_node_leader
         self._sender_lock = threading.Lock()
         """Held while the sender is used: by an update, or by the replay of an update into another server."""
+        self._has_published = False
+        """Whether the servers have got whole weights by an update of this trainer."""
         self._published_checksums: dict[str, int] = {}
         """Checksum of each published tensor, on rank 0."""
         self._unpublished: StagedUpdate | None = None
@@ -614,7 +637,8 @@ class StagedUpdater(WeightUpdater):
         try:
             with self._sender_lock:
                 self._arena.write_table(ordered_names)
-                attempt = update.commit(weights_are_torn=self.find_torn() is not None)
+                is_torn = self.find_torn() is not None
+                attempt = update.commit(is_torn, may_serve=self._has_published and not is_torn)
                 if nnodes == 1:
                     return self._publish_and_resume(update)
         except TornWeightsError as error:
@@ -644,7 +668,7 @@ class StagedUpdater(WeightUpdater):
         keeps_all = self._lacking.union(update.names).issubset(published)
         replay = self._replay_of(update.validated, published) if keeps_all else None
         missing_from = self.publish(update.validated, update.names, replay)
-        self._published_checksums = published
+        self._published_checksums, self._has_published = published, True
         return self.resume_with(
             update.validated,
             update.names,
