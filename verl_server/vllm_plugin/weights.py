@@ -37,10 +37,9 @@ from verl_server.platforms.server_report import PARAMETER_DTYPES, report_dtypes
 from verl_server.types import Json
 from verl_server.vllm_plugin import register
 from verl_server.vllm_plugin.reload import LayerwiseLoad, NamedTensors, PartialModuleError, Rehearsal, WeightLoad
-from verl_server.weights.arena import XXH3, Report, compute_checksum
+from verl_server.weights.arena import MAX_ERROR_CHARACTERS, XXH3, Report, compute_checksum, error_text
 from verl_server.weights.loader import (
     MAX_COPIED_BYTES,
-    MAX_ERROR_CHARACTERS,
     MAX_UNREAD_NAMES,
     MAX_UNWRITTEN_NAMES,
     ReadTensors,
@@ -79,7 +78,7 @@ class WeightSession:
     def fail(self, error: BaseException) -> None:
         """Record an exception. Only the first one is kept."""
         if self.error is None:
-            self.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+            self.error = error_text(error)
             self.trace = "".join(traceback.format_exception(error))[-MAX_ERROR_CHARACTERS:]
 
     def report(self, update_id: str) -> Report:

@@ -463,6 +463,15 @@ def choose_algorithm(*, servers_read_host_memory: bool = False) -> str:
     return POSITIONAL_SUM if torch.cuda.is_available() and not servers_read_host_memory else XXH3
 
 
+MAX_ERROR_CHARACTERS = 1500
+"""Maximum number of characters of an error message, and of its traceback, in a report."""
+
+
+def error_text(error: BaseException) -> str:
+    """The error of a report: the name of the exception and its message."""
+    return f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+
+
 class Checksums:
     """Checksums of tensors that are read one after the other.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from verl_server.weights.arena import XXH3, Checksums, Report, verified_share
+from verl_server.weights.arena import MAX_ERROR_CHARACTERS, XXH3, Checksums, Report, error_text, verified_share
 from verl_server.weights.device import copies_on, wait_for_device
 from verl_server.weights.transports.base import Receiver, note_loaded, receiver_class, require_owner
 
@@ -153,8 +153,6 @@ def _mark(name: str, parameter: torch.Tensor) -> _MarkedParameter | None:
 
 # -- Loader -----------------------------------------------------------------------------------------
 
-MAX_ERROR_CHARACTERS = 1500
-"""Maximum number of characters of an error message, and of its traceback, in a report."""
 MAX_COPIED_BYTES = 2**20
 """Size of the largest tensors that the model gets as copies. SGLang 0.5.23 changes some tensors in place while it loads
 them: it adds 1 to the norms of Gemma, and on TP ranks after the first it sets biases of gpt-oss to 0. Other TP ranks
@@ -230,9 +228,8 @@ def load_weights(receiver: Receiver, model: Any, update_id: str, verify: bool) -
         finally:
             receiver.close()
     except Exception as error:  # noqa: BLE001 - the error goes into the report
-        message = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
         trace = traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
-        return Report(update_id, ok=False, error=message, trace=trace), []
+        return Report(update_id, ok=False, error=error_text(error), trace=trace), []
     report = Report(
         update_id,
         ok=True,

@@ -32,3 +32,18 @@ def run_program(*command: str, given: str = "", env: dict[str, str] | None = Non
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
     return done.stdout
+
+
+def run_mini_swe_agent(task: str, *options: str, url: str, key: str, folder: Path) -> None:
+    """Run mini-swe-agent until it ends by itself. It is told of the gateway by URL and key only."""
+    run_program(
+        "mini", "--model", "openai/policy", "--task", task, "--yolo", "--exit-immediately", *options,
+        "-c", "model.cost_tracking=ignore_errors",
+        env={
+            "OPENAI_API_KEY": key,
+            "OPENAI_BASE_URL": url,
+            "MSWEA_GLOBAL_CONFIG_DIR": str(folder / "config"),
+            "MSWEA_CONFIGURED": "true",
+        },
+        folder=folder,
+    )  # fmt: skip

@@ -29,6 +29,7 @@ from verl_server.weights.arena import (
     ReceivedReport,
     Report,
     compute_checksum,
+    error_text,
     tensor_bytes,
 )
 from verl_server.weights.manifest import SAFETENSORS_DTYPES
@@ -215,7 +216,7 @@ class Receiver(base.Receiver):
                 checksums = []
             self._names = [name for name, _ in self._tensors]
         except Exception as error:  # noqa: BLE001 - the error goes into the report
-            report = Report(self.message["update_id"], ok=False, error=f"{type(error).__name__}: {error}"[:1500])
+            report = Report(self.message["update_id"], ok=False, error=error_text(error))
         begun = self._report_path(STAGED).with_suffix(BEGUN)
         try:
             if Path(self.message["file_path"]).exists():  # else the trainer has given up

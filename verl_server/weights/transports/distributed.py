@@ -49,6 +49,7 @@ from verl_server.weights.arena import (
     SharedWords,
     byte_ranges_of,
     compute_checksum,
+    error_text,
     memory_contains,
     tensor_views,
 )
@@ -57,8 +58,6 @@ from verl_server.weights.transports import base
 from verl_server.weights.transports.base import SenderSettings, UpdateAttempt
 
 logger = logging.getLogger(__name__)
-MAX_ERROR_CHARACTERS = 1500
-"""Maximum number of characters of an error message in a report."""
 
 # -- Byte ranges ------------------------------------------------------------------------------------
 # Division of the arena's tensors into the byte ranges that one broadcast sends. Pure functions.
@@ -565,13 +564,13 @@ class Sender(base.Sender):
             self._send_to_group(attempt, lambda: is_wanted() and not (self.stages and has_failed()))
             if self.stages:
                 self._wait_until_staged(attempt, lambda: is_wanted() and not has_failed())
-        except (RuntimeError, VerlServerError) as error:
-            failure = (
-                error
-                if isinstance(error, VerlServerError)
-                else VerlServerError(f"the broadcast of the weights failed: {error}")
-            )
-            raise self._staging_error(attempt, failure) if self.stages else failure from error
+        except RuntimeError as error:
+            failure = VerlServerError(f"the broadcast of the weights failed: {error}")
+            raise (self._reported_error(attempt, failure) or failure) from error
+        except VerlServerError as error:
+            if (reported := self._reported_error(attempt, error)) is None:
+                raise
+            raise reported from error
         if self.stages and attempt.verify:
             self._verify_staged(attempt, checksums)
 
@@ -604,8 +603,13 @@ class Sender(base.Sender):
                 )
             time.sleep(STAGED_POLL_INTERVAL_S)
 
-    def _staging_error(self, attempt: UpdateAttempt, error: VerlServerError) -> VerlServerError:
-        """The error that a TP rank has reported while it received the weights, else `error`, which follows from it."""
+    def _reported_error(self, attempt: UpdateAttempt, error: VerlServerError) -> VerlServerError | None:
+        """The error that a TP rank has reported while it staged the weights, and of which `error` is a consequence.
+
+        None if there is none. Then the servers that have not reported are named in `error`, if others have failed.
+        """
+        if not self.stages:
+            return None
         ranks, staged = list(self.receiving_ranks(attempt)), replace(attempt, id=staged_id(attempt.id))
         reports = {rank: received.report for rank in ranks if (received := self.read_report(staged, rank.receiver))}
         failed = {rank: str(report.error) for rank, report in reports.items() if not report.ok}
@@ -617,7 +621,7 @@ class Sender(base.Sender):
         silent = sorted({rank.server for rank in ranks if rank not in reports})
         if failed and silent and not error.details.get("servers"):  # the others have waited for these
             error.details["servers"] = silent
-        return error
+        return None
 
     def _verify_staged(self, attempt: UpdateAttempt, checksums: Sequence[int]) -> None:
         """Raise VerlServerError if a mirror differs from the arena. Its leader has reported the checksums."""
@@ -706,6 +710,13 @@ class MirrorMember(Membership):
         self.mirror.close()
 
 
+def _wait_for_end(thread: threading.Thread | None) -> None:
+    if thread is not None:
+        thread.join(FORMING_TIMEOUT_S)
+        if thread.is_alive():
+            raise TimeoutError("an earlier update still uses the mirror of the weights")
+
+
 class Receiver(base.Receiver):
     """Reads the tensors from the mirror on this machine, which is complete. See `open_only`."""
 
@@ -714,7 +725,8 @@ class Receiver(base.Receiver):
 
     def __init__(self, message: Json, tp_rank: int) -> None:
         super().__init__(message, tp_rank)
-        self._thread = threading.Thread(target=self._stage, name="verl-server-stage", daemon=True)
+        self._thread: threading.Thread | None = None
+        """The thread that stages this update. None for the object that loads it."""
         self.member: MirrorMember
         self.rows: list[Any] = []
         staging = Receiver._staging
@@ -725,19 +737,22 @@ class Receiver(base.Receiver):
     def open_only(cls, message: Json, tp_rank: int) -> None:
         """Stage the update in a thread, while the server serves."""
         earlier, staging = Receiver._staging, cls(message, tp_rank)
-        staging._earlier, Receiver._staging = earlier, staging
+        if earlier is not None and earlier.message["group_name"] != message["group_name"]:
+            earlier = None  # it has another mirror
+        staging._thread = threading.Thread(
+            target=staging._stage, args=(earlier and earlier._thread,), name="verl-server-stage", daemon=True
+        )
+        Receiver._staging = staging
         staging._thread.start()
 
-    _earlier: Receiver | None = None
-    """The update that was staged before, until this one begins."""
+    def _stage(self, earlier: threading.Thread | None) -> None:
+        """Fill the mirror, or wait until the leader of the machine has filled it. Reports to the trainer.
 
-    def _stage(self) -> None:
-        """Fill the mirror, or wait until the leader of the machine has filled it. Reports to the trainer."""
+        `earlier`: the thread of the last update into the same mirror. It has sent its report, so it ends now.
+        """
         update_id = self.message["update_id"]
         try:
-            if self._earlier is not None and self._earlier.message["group_name"] == self.message["group_name"]:
-                self._earlier._thread.join()  # it has sent its report: the trainer forms a new group otherwise
-            self._earlier = None
+            _wait_for_end(earlier)
             self.member = MirrorMember.current_or_new(self.message, self.tp_rank)
             table = self.member.table(self.message["table_key"])
             self.rows, self.tensor_ranges = self.member.rows(self.message["table_key"]), byte_ranges_of(table)
@@ -762,7 +777,7 @@ class Receiver(base.Receiver):
             if member.group is not None:
                 member.mirror.set_progress(update_id, Mirror.FAILED)
             MirrorMember.leave_current()  # the trainer forms a new group
-        report = Report(staged_id(update_id), ok=False, error=f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS])
+        report = Report(staged_id(update_id), ok=False, error=error_text(error))
         receiver = self.message["first_receiver"] + self.tp_rank
         with contextlib.suppress(ConnectionError, RuntimeError):  # the trainer has ended
             store = connect_to_store(*self.message["store_address"])

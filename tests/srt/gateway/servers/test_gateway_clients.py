@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_clients.programs import run_program
+from agent_clients.programs import run_mini_swe_agent, run_program
 from agent_clients.sdk_client import SDKS
 from transformers import AutoTokenizer
 
@@ -169,16 +169,9 @@ def test_mini_swe_agent(gateway: Gateway, policy: ScriptedPolicy, tmp_path: Path
     policy.script = [re.escape(f"Next.<tool_call>{call}</tool_call>") for call in calls]
     policy.prompts.clear()
     session, key = gateway.create_session()
-    run_program(
-        "mini", "--model", "openai/policy", "--task", "Write the sum of 1 and 2.", "--yolo", "--exit-immediately",
-        "--output", "out.json", "-c", "mini.yaml", "-c", "model.cost_tracking=ignore_errors",
-        env={
-            "OPENAI_API_KEY": key,
-            "OPENAI_BASE_URL": gateway.openai_url,
-            "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "config"),
-            "MSWEA_CONFIGURED": "true",
-        },
-        folder=tmp_path,
+    run_mini_swe_agent(
+        "Write the sum of 1 and 2.", "--output", "out.json", "-c", "mini.yaml",
+        url=gateway.openai_url, key=key, folder=tmp_path,
     )  # fmt: skip
     assert (tmp_path / "sum.txt").read_text() == "3\n"
     result = json.loads((tmp_path / "out.json").read_text())

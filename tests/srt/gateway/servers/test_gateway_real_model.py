@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agent_clients.programs import run_program
+from agent_clients.programs import run_mini_swe_agent
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_server import HttpServerEngineAdapter
@@ -41,17 +41,9 @@ def test_all_turns_have_the_tokens_and_log_probabilities_of_the_model(real_model
         ) as gateway,
     ):
         session, key = gateway.create_session()
-        run_program(
-            "mini", "--model", "openai/policy", "--task", "Say hello.", "--yolo", "--exit-immediately",
-            "-c", "mini_textbased.yaml", "-c", "model.cost_tracking=ignore_errors",
-            "-c", f"agent.step_limit={NUM_TURNS}", "-c", "environment.env.PATH=/none",
-            env={
-                "OPENAI_API_KEY": key,
-                "OPENAI_BASE_URL": gateway.openai_url,
-                "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "config"),
-                "MSWEA_CONFIGURED": "true",
-            },
-            folder=tmp_path,
+        run_mini_swe_agent(
+            "Say hello.", "-c", "mini_textbased.yaml", "-c", f"agent.step_limit={NUM_TURNS}",
+            "-c", "environment.env.PATH=/none", url=gateway.openai_url, key=key, folder=tmp_path,
         )  # fmt: skip
     graph = load_session(tmp_path / "run" / f"{session.id}.jsonl")
     assert len(graph.leaves) == NUM_TURNS, "the program sends its complaint instead of the answer: a path for each"

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,6 +28,7 @@ from helpers import (
     remote_server_of,
     wait_until,
 )
+from hosts import two_hosts
 from model_servers import ModelServers, push, staged_updater, streamed_updater
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig
@@ -750,21 +750,9 @@ for operation in (lambda: store.check(["set"]), lambda: store.set("report", "don
 
 @pytest.fixture
 def two_machines() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a cable between them. The first one has the address 10.77.0.1."""
-    names = [f"vsranks{uuid.uuid4().hex[:6]}{side}" for side in "ab"]
-    commands = [f"ip netns add {name}" for name in names]
-    commands += [f"ip link add e0 netns {names[0]} type veth peer name e0 netns {names[1]}"]
-    for number, name in enumerate(names, 1):
-        commands += [f"ip -n {name} addr add 10.77.0.{number}/24 dev e0"]
-        commands += [f"ip -n {name} link set {device} up" for device in ("lo", "e0")]
-    try:
-        for command in commands:
-            if subprocess.run(command.split(), capture_output=True, check=False).returncode:
-                pytest.skip(f"this machine's kernel forbids network namespaces: {command}")
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    """The first one has the address 10.77.0.1."""
+    with two_hosts(("10.77.0.1", "10.77.0.2")) as names:
+        yield names
 
 
 def test_a_server_does_not_wait_for_a_trainer_whose_machine_has_vanished(two_machines: tuple[str, str]) -> None:

@@ -9,12 +9,12 @@ import secrets
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from helpers import wait_until
+from hosts import two_hosts
 
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
 RATE, CUT_S = "20mbit", 20.0
@@ -45,25 +45,8 @@ while True:
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces and a cable of `RATE` between them."""
-    names = [f"vshost{uuid.uuid4().hex[:6]}{side}" for side in "ab"]
-    commands = [f"ip netns add {name}" for name in names]
-    commands += [f"ip link add e0 netns {names[0]} type veth peer name e0 netns {names[1]}"]
-    for address, name in zip(ADDRESSES, names, strict=True):
-        commands += [f"ip -n {name} addr add {address}/24 dev e0"]
-        commands += [f"ip -n {name} link set {device} up" for device in ("lo", "e0")]
-        commands += [f"ip netns exec {name} tc qdisc add dev e0 root tbf rate {RATE} burst 64kb latency 100ms"]
-    try:
-        for command in commands:
-            try:
-                subprocess.run(command.split(), capture_output=True, check=True)
-            except (subprocess.CalledProcessError, FileNotFoundError):
-                pytest.skip(f"this machine forbids network namespaces or has no iproute2: {command}")
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    with two_hosts(ADDRESSES, RATE) as names:
+        yield names
 
 
 def test_a_cut_of_the_network_while_weights_travel_stops_no_server(
